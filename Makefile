@@ -1,0 +1,57 @@
+# make example   set up a .venv, run two requests through the engine, replay their trace
+# make test      set up what is missing, run the tests
+# make check     lint + test: what CI runs
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TRACE  ?= trace.jsonl
+# A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: example test lint check golden reference tiny-model clean help
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "This needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+example: $(VENV)/.run
+	$(BIN)/nvtrace run example --out $(TRACE)
+	$(BIN)/nvtrace replay $(TRACE)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+	$(BIN)/lint-imports --no-logo
+
+check: lint test
+
+# Record the golden trace again, after looking at the difference that the tests show.
+golden: $(VENV)/.dev
+	$(BIN)/python -m tests.support.golden
+
+# docs/events.md and docs/trace.schema.json, made from the event structs.
+reference: $(VENV)/.dev
+	$(BIN)/python -m nvtrace.reference docs
+
+# Train the tiny Qwen3 that ships, anew (minutes on a GPU, under an hour on two CPU cores).
+tiny-model: $(VENV)/.run
+	$(BIN)/python -m nanovllm.assets.recipe --out nanovllm/assets/tiny-qwen3
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -1,0 +1,26 @@
+"""nanovllm: an LLM inference engine to read in an afternoon.
+
+`LLM` and `SamplingParams` are the public face; `Observer` hears what the engine does. Importing the
+package loads no torch: that happens with the first use of `LLM`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanovllm.observer import Observer
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Observer", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when it is needed
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,122 @@
+"""Config: the engine's settings, checked, with every "auto" resolved.
+
+Knows what a user may set and the rule behind each default. Does not know the checkpoint's shape
+(`models/config.py`) beyond what the rules ask of it. Names are vLLM's and nano-vllm's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.models.config import ModelConfig
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(slots=True)
+class Config:
+    """Settings of one engine.
+
+    Attributes:
+        model: folder of a Qwen3 checkpoint.
+        max_num_batched_tokens: tokens computed in one step, at most.
+        max_num_seqs: sequences running at once, at most.
+        max_model_len: length of prompt and completion together, at most; the model's
+            max_position_embeddings if that is less.
+        gpu_memory_utilization: the share of the device's memory that the engine may fill.
+        tensor_parallel_size: processes that share the model; 1 in this version.
+        enforce_eager: use no CUDA graphs.
+        kvcache_block_size: tokens a KV page holds.
+        num_kvcache_blocks: pages in the pool; None works it out from the memory.
+        device: "auto" or "cpu" in this version.
+        dtype: "auto" is float32 on a CPU; or one of float32, float16, bfloat16.
+        attention_backend: "auto" or "sdpa" in this version.
+        policy: "prefill_first" in this version.
+        enable_prefix_caching: share the KV pages of equal prefixes.
+        seed: requests without a seed get one made from this and their number.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    policy: str = "prefill_first"
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    @classmethod
+    def create(cls, model: str | Path, options: dict[str, Any]) -> Config:
+        """Build a Config from keyword arguments.
+
+        Raises:
+            TypeError: an option has an unknown name, or a value of the wrong type.
+            ValueError: a value is out of range.
+        """
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"LLM() has no option {name!r}; it has: {', '.join(known)}")
+        config = cls(str(Path(model).expanduser()), **options)
+        config._check()
+        return config
+
+    def resolve(self, model_config: ModelConfig) -> None:
+        """Replace every "auto" by what it means for this model on this machine."""
+        if self.device == "auto":
+            self.device = "cpu"
+        if self.dtype == "auto":
+            self.dtype = "float32"  # CPUs compute it fastest, and it agrees with the references
+        if self.attention_backend == "auto":
+            self.attention_backend = "sdpa"
+        self.max_model_len = min(self.max_model_len, model_config.max_position_embeddings)
+
+    def _check(self) -> None:
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "tensor_parallel_size",
+            "kvcache_block_size",
+            "num_kvcache_blocks",
+        ):
+            value = getattr(self, name)
+            if value is None and name == "num_kvcache_blocks":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number in [0, 2**64), not {self.seed!r}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}"
+            )
+        if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
+            raise ValueError("max_model_len must be at least 2: one token in, one out")
+        _check_choice("device", self.device, ("auto", "cpu"))
+        _check_choice("dtype", self.dtype, ("auto", *_DTYPES))
+        _check_choice("attention_backend", self.attention_backend, ("auto", "sdpa"))
+        _check_choice("policy", self.policy, ("prefill_first",))
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: this version runs on one "
+                "process, set it to 1"
+            )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

@@ -1,0 +1,1 @@
+"""The engine: what to compute (scheduler, pages) and how (runner, tensors)."""

@@ -1,0 +1,223 @@
+"""BlockManager: which pages of the KV cache belong to whom.
+
+Knows page numbers, reference counts and the hashes of full pages. Does not know what is written in
+a page (`kv_cache.py` holds the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
+counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`.
+
+    pool    page   0    1    2    3    4    5        block_size tokens of K and V each
+            refs   2    1    0    0    1    0
+            hash   a    b    c    -    -    -        published: full and computed
+    tables  seq 7: [0, 1, 4]     seq 9: [0, ...]     page 0 is shared
+    free    3 -> 5 -> 2                              next taken ... last taken
+
+Every page is either referenced by a table or in the free list. A free page that still has its hash
+keeps its contents and can be *revived*. The free list is therefore also the eviction order: pages
+with nothing worth keeping are put at its head, published ones at its tail (least recently used
+first; within one sequence the deepest first, since a prefix is worth more than what follows it).
+
+A page's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). It is
+published after its last token was computed, never before, so that nobody reads an empty page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.observer import Observer
+
+_CHAIN_START = b""
+
+
+class BlockManager:
+    """The pool of KV pages.
+
+    Args:
+        num_blocks: pages in the pool.
+        block_size: tokens a page holds, at least 1.
+        observer: told of every change.
+        enable_prefix_caching: publish and share full pages.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        observer: Observer,
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.observer = observer
+        self.enable_prefix_caching = enable_prefix_caching
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every page free and empty."""
+        self.ref_counts = [0] * self.num_blocks
+        self.block_hashes: list[bytes | None] = [None] * self.num_blocks
+        self.cached_blocks: dict[bytes, int] = {}  # hash -> page
+        # An ordered dict is a linked list with an index: first, last and any page in O(1).
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages that can be taken now, published ones included."""
+        return len(self.free_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens fill, the last one perhaps partly."""
+        return -(-num_tokens // self.block_size)
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def match_prefix(self, seq: Sequence) -> list[int]:
+        """The published pages that hold a prefix of `seq`, longest first match. Changes nothing.
+
+        The last token is never among them: at least one token must be computed, or there would be
+        no logits to sample from. A prompt that is cached whole gives up its last page.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        block_ids: list[int] = []
+        for index in range((seq.num_tokens - 1) // self.block_size):
+            block_id = self.cached_blocks.get(self._chain_hash(seq, index))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_blocks_to_take(self, seq: Sequence, prefix: list[int]) -> int:
+        """How many free pages `allocate` would take: new ones, and those it would revive."""
+        num_shared = sum(self.ref_counts[block_id] > 0 for block_id in prefix)
+        return self.blocks_for(seq.num_tokens) - num_shared
+
+    def allocate(self, seq: Sequence, prefix: list[int]) -> None:
+        """Give `seq` pages for all its tokens; `prefix` (from `match_prefix`) comes for free."""
+        for block_id in prefix:  # first, so that none of them is taken as a new page below
+            self.ref_counts[block_id] += 1
+            seq.block_table.append(block_id)
+            if self.ref_counts[block_id] > 1:
+                self.observer.blocks_share(seq, block_id)
+            else:
+                del self.free_blocks[block_id]
+                self.observer.blocks_revive(seq, block_id)
+        num_new = self.blocks_for(seq.num_tokens) - len(prefix)
+        block_ids = [self._take_block() for _ in range(num_new)]
+        seq.block_table.extend(block_ids)
+        seq.num_cached_tokens = seq.num_computed_tokens = len(prefix) * self.block_size
+        self.observer.blocks_allocate(seq, block_ids)
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Has the last token of `seq` no page yet?
+
+        That token was sampled by the step before and appended in `postprocess`; so with pages of
+        256 a new page is due when num_tokens is 257, not 256.
+        """
+        return seq.num_tokens > len(seq.block_table) * self.block_size
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Is there room for the last token of `seq`?"""
+        return bool(self.free_blocks) or not self.needs_block(seq)
+
+    def may_append(self, seq: Sequence) -> None:
+        """Take one more page for `seq` if its last token needs it (said once a page)."""
+        if self.needs_block(seq):
+            block_id = self._take_block()
+            seq.block_table.append(block_id)
+            self.observer.blocks_append(seq, block_id)
+
+    # -- after the computation -------------------------------------------------------------------
+
+    def publish(self, seq: Sequence, num_computed_before: int) -> None:
+        """Publish the pages of `seq` that became full and computed since `num_computed_before`."""
+        first = num_computed_before // self.block_size
+        stop = seq.num_computed_tokens // self.block_size
+        if first == stop or not self.enable_prefix_caching:
+            return
+        block_ids: list[int] = []
+        hashes: list[bytes] = []
+        for index in range(first, stop):
+            block_id, chain_hash = seq.block_table[index], self._chain_hash(seq, index)
+            if chain_hash in self.cached_blocks:
+                continue  # computed twice (two equal prompts in one step): the first one counts
+            self.cached_blocks[chain_hash] = block_id
+            self.block_hashes[block_id] = chain_hash
+            block_ids.append(block_id)
+            hashes.append(chain_hash)
+        if block_ids:
+            self.observer.blocks_hash(seq, block_ids, hashes)
+
+    def deallocate(self, seq: Sequence) -> list[int]:
+        """Take all pages from `seq`. Returns those that nobody else holds: they are free now."""
+        released = seq.block_table[::-1]  # the deepest first
+        freed = []
+        for block_id in released:
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                self.free_blocks[block_id] = None
+                if self.block_hashes[block_id] is None:
+                    self.free_blocks.move_to_end(block_id, last=False)
+                freed.append(block_id)
+        seq.block_table = []
+        seq.num_computed_tokens = seq.num_cached_tokens = 0
+        self.observer.blocks_release(seq, released, freed)
+        return freed
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _take_block(self) -> int:
+        block_id, _ = self.free_blocks.popitem(last=False)
+        self.ref_counts[block_id] = 1
+        chain_hash = self.block_hashes[block_id]
+        if chain_hash is not None:
+            del self.cached_blocks[chain_hash]
+            self.block_hashes[block_id] = None
+            self.observer.blocks_evict(block_id, chain_hash)
+        return block_id
+
+    def _chain_hash(self, seq: Sequence, index: int) -> bytes:
+        """The hash of block `index` of `seq` and of all before it (128 bits, kept on `seq`)."""
+        hashes = seq.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            parent = hashes[-1] if hashes else _CHAIN_START
+            hashes.append(hash_block(parent, seq.token_ids[start : start + self.block_size]))
+        return hashes[index]
+
+    def check(self, seqs: Iterable[Sequence]) -> None:
+        """Assert the invariants, given all sequences that may hold pages. For tests and debugging.
+
+        Raises:
+            AssertionError: two facts disagree; the message names both.
+        """
+        held = [0] * self.num_blocks
+        for seq in seqs:
+            table = seq.block_table
+            assert len(set(table)) == len(table), f"{seq} holds a page twice: {table}"
+            for block_id in table:
+                held[block_id] += 1
+        assert held == self.ref_counts, f"tables hold {held}, ref_counts say {self.ref_counts}"
+        free = {block_id for block_id, count in enumerate(held) if count == 0}
+        assert free == set(self.free_blocks), f"free: {free} by tables, {self.free_blocks} by list"
+        published = {h: b for b, h in enumerate(self.block_hashes) if h is not None}
+        assert published == self.cached_blocks, "block_hashes and cached_blocks differ"
+
+
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    """H(parent, tokens): the identity of a full block and of everything before it.
+
+    Args:
+        parent: the hash of the block before, b"" for the first.
+        token_ids: the block's tokens, each below 2**32.
+    """
+    return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()

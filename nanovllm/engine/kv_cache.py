@@ -1,0 +1,145 @@
+"""The KV cache: how many pages the memory holds, and the pages themselves.
+
+Knows bytes and tensors. Does not know whose a page is (`block_manager.py`). vLLM's counterpart is
+`determine_available_memory` in `vllm/v1/worker/`.
+
+On a CPU the budget is bounded: what is free within `gpu_memory_utilization` of the memory, but at
+most 2 GiB, since a laptop has other things to do. `num_kvcache_blocks=` overrides the rule.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from nanovllm.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.models.config import ModelConfig
+
+GIB = 1024**3
+CPU_KV_CACHE_LIMIT = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Every term of the sum that ends in the number of pages. All sizes in bytes.
+
+    num_blocks = min(total * utilization - used, limit) // block_bytes, or as given;
+    block_bytes = 2 (K and V) * num_layers * block_size * num_kv_heads * head_dim * dtype_bytes.
+    """
+
+    rule: Literal["cpu_bounded", "given"]
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+    utilization: float
+    limit_bytes: int
+    available_bytes: int
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_bytes: int
+    num_blocks: int
+
+
+def estimate_budget(config: Config, model: ModelConfig, dtype: torch.dtype) -> KVBudget:
+    """Work out how many pages the KV cache gets.
+
+    Raises:
+        KVCacheError: not one page fits.
+    """
+    total, free = cpu_memory()
+    used = total - free
+    num_kv_heads, head_dim = model.num_key_value_heads, model.head_dim
+    per_token = 2 * model.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
+    block_bytes = config.kvcache_block_size * per_token
+    available = min(int(total * config.gpu_memory_utilization) - used, CPU_KV_CACHE_LIMIT)
+    num_blocks = config.num_kvcache_blocks or max(available, 0) // block_bytes
+    if num_blocks == 0:
+        raise KVCacheError(
+            f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
+            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use leaves "
+            f"{available / GIB:.2f} GiB, and a page of {config.kvcache_block_size} tokens takes "
+            f"{block_bytes / GIB:.3f} GiB; free some memory, raise gpu_memory_utilization, lower "
+            "kvcache_block_size, or set num_kvcache_blocks"
+        )
+    return KVBudget(
+        rule="cpu_bounded" if config.num_kvcache_blocks is None else "given",
+        total_bytes=total,
+        free_bytes=free,
+        used_bytes=used,
+        utilization=config.gpu_memory_utilization,
+        limit_bytes=CPU_KV_CACHE_LIMIT,
+        available_bytes=available,
+        num_layers=model.num_hidden_layers,
+        block_size=config.kvcache_block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=dtype.itemsize,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+    )
+
+
+def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The pages: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), uninitialised.
+
+    Raises:
+        KVCacheError: the memory is refused.
+    """
+    shape = (
+        *(2, budget.num_layers, budget.num_blocks),
+        *(budget.block_size, budget.num_kv_heads, budget.head_dim),
+    )
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        size = budget.num_blocks * budget.block_bytes / GIB
+        raise KVCacheError(
+            f"the {budget.num_blocks} KV pages take {size:.2f} GiB, which {device} does not "
+            "give: lower num_kvcache_blocks"
+        ) from error
+
+
+def cpu_memory() -> tuple[int, int]:
+    """Total and free bytes of this machine's memory, or of the container's share of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _meminfo_available() or total // 2  # where the system does not say: assume half
+    limit, used = _cgroup_memory()
+    if limit is not None and limit < total:
+        return limit, max(min(limit - used, free), 0)
+    return total, min(free, total)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = int((root / "memory.current").read_text(encoding="ascii"))
+        stat = (root / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return None, 0
+    if limit == "max":
+        return None, 0
+    # Cached files are given back on demand: they do not count as used.
+    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+    return int(limit), max(used - cached, 0)

@@ -1,0 +1,303 @@
+"""LLMEngine: the main loop. step() = schedule -> run -> postprocess.
+
+Knows requests coming in, text going out, and the order of things. Does not know how a batch is
+chosen (`scheduler.py`) or computed (`model_runner.py`). vLLM's counterparts are
+`vllm/v1/engine/llm_engine.py` and `core.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import RequestRefusedError
+from nanovllm.models.config import ModelConfig
+from nanovllm.observer import SILENT, Observer
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+Prompt = str | list[int]
+
+
+class RequestOutput(TypedDict):
+    """What became of one request.
+
+    `finish_reason` is vLLM's word ("stop", "length", "abort"; "refused" for a request that could
+    never fit, with `error` saying why); `reason` is the trace's ("eos", "max_tokens",
+    "max_model_len", "aborted", "prompt_too_long", "never_fits").
+    """
+
+    seq_id: int | None
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    reason: str
+    num_prompt_tokens: int
+    error: str | None
+
+
+_FINISH_REASONS = {
+    "eos": "stop",
+    "max_tokens": "length",
+    "max_model_len": "length",
+    "aborted": "abort",
+}
+
+
+class LLMEngine:
+    """An engine around one model.
+
+    Args:
+        model: folder of a Qwen3 checkpoint.
+        observer: told of everything the engine does; None for silence.
+        **options: see `nanovllm.config.Config`.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: an option out of range, or a checkpoint that cannot be run as it is.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        observer: Observer | None = None,
+        **options: Any,  # noqa: ANN401 - Config.create checks each by name and type
+    ) -> None:
+        self.observer = SILENT if observer is None else observer
+        self.config = Config.create(model, options)
+        self.model_config = ModelConfig.from_folder(self.config.model)
+        self.config.resolve(self.model_config)
+        self.observer.engine_init(self.config, self.model_config)
+        # The runner comes first: only it knows how many KV pages there are for the scheduler.
+        self.model_runner = ModelRunner(self.config, self.model_config, self.observer)
+        self.tokenizer = Tokenizer(self.config.model)
+        self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
+        block_manager = BlockManager(
+            self.model_runner.num_kvcache_blocks,
+            self.config.kvcache_block_size,
+            self.observer,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            block_manager,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            observer=self.observer,
+        )
+        self.requests: dict[int, Sequence] = {}  # not yet ended
+        self.num_requests = 0
+        self.engine_step = 0
+        self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids)
+
+    # -- request by request ----------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one request.
+
+        Args:
+            prompt: text, or token ids.
+            sampling_params: SamplingParams() if None.
+
+        Returns:
+            The request's seq_id.
+
+        Raises:
+            TypeError, ValueError: a prompt that is none.
+            RequestRefusedError: a request that could never finish. Nothing was queued.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._enqueue(self._encode(prompt), params)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every scheduled request once. Returns the requests that ended in this step.
+
+        An exception from within (the model's, or Ctrl-C) ends every unfinished request; the engine
+        is then as good as new.
+        """
+        if self.is_finished():
+            return []
+        self.engine_step += 1
+        self.observer.step_start(self.engine_step)
+        try:
+            batch = self.scheduler.schedule()
+            token_ids = self.model_runner.run(batch)
+            finished = self.scheduler.postprocess(batch, token_ids)
+        except BaseException as error:
+            self._recover(error)
+            raise
+        self.observer.step_end(batch, finished, self.scheduler)
+        return [self._output(seq) for seq in finished]
+
+    def abort(self, seq_id: int) -> RequestOutput:
+        """End a request now. Returns what it has so far.
+
+        Raises:
+            KeyError: no such request, or it has ended.
+        """
+        if seq_id not in self.requests:
+            raise KeyError(f"no unfinished request has seq_id {seq_id}")
+        seq = self.requests[seq_id]
+        self.scheduler.abort(seq)
+        return self._output(seq)
+
+    def is_finished(self) -> bool:
+        """Has every request ended?"""
+        return self.scheduler.is_finished()
+
+    # -- all at once -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[Prompt] | list[str] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their ends.
+
+        Args:
+            prompts: texts or lists of token ids.
+            sampling_params: one for all, or a list with one for each.
+
+        Returns:
+            One output for each prompt, in the prompts' order. A request that could never fit is
+            refused alone (finish_reason "refused"); the others run.
+
+        Raises:
+            TypeError, ValueError: something malformed; nothing was queued.
+            RequestRefusedError: every single request was refused.
+            RuntimeError: requests from `add_request` are unfinished.
+        """
+        if not self.is_finished():
+            raise RuntimeError(
+                f"{len(self.requests)} requests from add_request() are unfinished: "
+                "run step() until is_finished(), or abort() them, before generate()"
+            )
+        encoded, params = self._check_prompts(prompts, sampling_params)
+        self.observer.generate_start(len(encoded))
+        try:
+            outputs = self._run(encoded, params)
+        except BaseException as error:
+            if self.requests:  # not yet cleared by step()
+                self._recover(error)
+            raise
+        self.observer.generate_finish(len(outputs))
+        return outputs
+
+    def _run(
+        self, prompts: list[list[int]], sampling_params: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        refused: dict[int, RequestOutput] = {}
+        errors: list[RequestRefusedError] = []
+        index_of: dict[int, int] = {}  # seq_id -> place among the prompts
+        for index, (token_ids, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                index_of[self._enqueue(token_ids, params)] = index
+            except RequestRefusedError as error:
+                errors.append(error)
+                refused[index] = _refusal(token_ids, error)
+        if errors and not index_of:
+            raise errors[0]
+        outputs = refused
+        while not self.is_finished():
+            for output in self.step():
+                assert output["seq_id"] is not None  # noqa: S101 - only refused ones have none
+                outputs[index_of[output["seq_id"]]] = output
+        return [outputs[index] for index in range(len(prompts))]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _recover(self, error: BaseException) -> None:
+        """Start afresh after an exception that may have struck anywhere, also between two queues."""
+        self.observer.engine_error(error)
+        self.scheduler.reset(list(self.requests.values()))
+        self.requests.clear()
+
+    def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
+        try:
+            self.scheduler.check_request(len(token_ids), params.max_tokens)
+        except RequestRefusedError as error:
+            self.observer.request_refused(len(token_ids), error)
+            raise
+        seq_id = self.num_requests
+        self.num_requests += 1
+        seed = params.seed if params.seed is not None else (self.config.seed << 32) + seq_id
+        seq = Sequence(seq_id, token_ids, params, seed=seed % 2**64)
+        self.requests[seq_id] = seq
+        self.scheduler.add(seq)
+        return seq_id
+
+    def _check_prompts(
+        self, prompts: object, sampling_params: object
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+            raise TypeError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            raise TypeError(f"sampling_params must be SamplingParams, not {sampling_params!r}")
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params: "
+                "give one for all, or one for each"
+            )
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"sampling_params must hold SamplingParams, not {params!r}")
+        return [self._encode(prompt) for prompt in prompts], list(sampling_params)
+
+    def _encode(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
+        if not token_ids:
+            raise ValueError("a prompt must have at least one token; this one is empty")
+        _check_token_ids(token_ids, self.model_config.vocab_size)
+        return token_ids
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        del self.requests[seq.seq_id]
+        token_ids = seq.completion_token_ids
+        text = self.tokenizer.decode(token_ids)
+        self.observer.request_output(seq, text)
+        reason = str(seq.finish_reason)
+        return RequestOutput(
+            seq_id=seq.seq_id,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=_FINISH_REASONS[reason],
+            reason=reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            error=None,
+        )
+
+
+def _refusal(token_ids: list[int], error: RequestRefusedError) -> RequestOutput:
+    return RequestOutput(
+        seq_id=None,
+        text="",
+        token_ids=[],
+        finish_reason="refused",
+        reason=error.reason,
+        num_prompt_tokens=len(token_ids),
+        error=str(error),
+    )
+
+
+def _check_token_ids(token_ids: Iterable[object], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise TypeError(f"a token id must be an int, not {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary [0, {vocab_size})")

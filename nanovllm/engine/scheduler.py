@@ -1,0 +1,271 @@
+"""Scheduler: who runs in this step, and why the others do not.
+
+Knows two queues, three budgets (tokens a step, sequences at once, free pages) and when a sequence
+ends. Does not know tensors, models or devices: it runs the same under a fake model in the tests.
+vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
+
+    arrivals -> waiting [w0 w1 w2 ...]                 hold no page
+                   | admitted, from the head    ^ preempted, to the head
+                   v                            |
+                running [r0 r1 ... rN]                 hold pages for all their tokens
+                                         | eos, max_tokens, max_model_len
+                                         v
+                                      finished
+
+A step is a prefill if anybody can be admitted, else a decode: new requests come first, since each
+one makes every later decode step bigger. When a decode step runs out of pages, the youngest running
+sequence (the tail) gives up its own, and computes them again later ("preemption by recompute").
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
+from nanovllm.errors import RequestRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.observer import Observer
+
+
+class Scheduler:
+    """Continuous batching over a pool of KV pages.
+
+    Args:
+        block_manager: the pool.
+        max_num_seqs: at most so many sequences run at once.
+        max_num_batched_tokens: at most so many tokens are computed in a step.
+        max_model_len: prompt and completion together are at most so long.
+        eos_token_ids: each of these ends a sequence.
+        observer: told of every decision.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        observer: Observer,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.observer = observer
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def is_finished(self) -> bool:
+        """Is nobody left in either queue?"""
+        return not self.waiting and not self.running
+
+    # -- arrival ---------------------------------------------------------------------------------
+
+    def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuse a request that could never finish, before anything of it exists.
+
+        Raises:
+            RequestRefusedError: it is longer than max_model_len or than the whole page pool.
+        """
+        if num_prompt_tokens >= self.max_model_len:
+            raise RequestRefusedError(
+                f"the prompt has {num_prompt_tokens} tokens, but max_model_len="
+                f"{self.max_model_len} bounds prompt and completion together: "
+                "shorten the prompt or raise max_model_len",
+                reason="prompt_too_long",
+                need=num_prompt_tokens + 1,
+                have=self.max_model_len,
+            )
+        # The last token is sampled but never computed: it needs no place in a page.
+        longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        need, have = self.block_manager.blocks_for(longest), self.block_manager.num_blocks
+        if need > have:
+            block_size = self.block_manager.block_size
+            raise RequestRefusedError(
+                f"the request may grow to {longest} tokens in the KV cache = {need} pages of "
+                f"{block_size}, but the pool has {have}: lower max_tokens, shorten the "
+                f"prompt, or raise num_kvcache_blocks to {need}",
+                reason="never_fits",
+                need=need,
+                have=have,
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request that `check_request` let pass."""
+        self.waiting.append(seq)
+        waiting_len = len(self.waiting)
+        self.observer.request_enqueue(seq, waiting_len)
+
+    # -- one step: schedule, then (after the model ran) postprocess -------------------------------
+
+    def schedule(self) -> Batch:
+        """Choose this step's work: a prefill if anybody can be admitted, else a decode."""
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def _schedule_prefill(self) -> Batch | None:
+        batch = Batch("prefill")
+        budget = self.max_num_batched_tokens
+        # A prompt longer than the budget is computed chunk by chunk, over several steps. It was
+        # alone in its batch, so nobody was admitted after it: it is the running queue's tail.
+        if self.running and self.running[-1].is_prefilling:
+            budget -= self._add_prefill(batch, self.running[-1], budget)
+        while self.waiting and self._admit_head(batch, budget):
+            budget -= self._add_prefill(batch, self.running[-1], budget)
+        if not batch:
+            return None
+        self.observer.schedule_prefill(batch, self)
+        return batch
+
+    def _add_prefill(self, batch: Batch, seq: Sequence, budget: int) -> int:
+        num_tokens = min(seq.num_uncomputed_tokens, budget)
+        batch.add(seq, num_tokens)
+        return num_tokens
+
+    def _admit_head(self, batch: Batch, budget: int) -> bool:
+        """Move the waiting queue's head to running, unless one of the budgets says stop.
+
+        Nobody overtakes the head: a small request behind a big one waits with it.
+        """
+        seq = self.waiting[0]
+        if len(self.running) >= self.max_num_seqs:
+            need = len(self.running) + 1
+            self.observer.admission_stop(self, seq, "max_num_seqs", need, self.max_num_seqs)
+            return False
+        prefix = self.block_manager.match_prefix(seq)
+        need = self.block_manager.num_blocks_to_take(seq, prefix)
+        if need > self.block_manager.num_free_blocks:
+            have = self.block_manager.num_free_blocks
+            self.observer.admission_stop(self, seq, "no_blocks", need, have)
+            return False
+        need = seq.num_tokens - len(prefix) * self.block_manager.block_size
+        if need > budget and batch:
+            # Only the first of a batch may be cut into chunks; anybody else waits for a whole
+            # budget of its own.
+            fits_a_step = need <= self.max_num_batched_tokens
+            reason = "token_budget" if fits_a_step else "chunk_not_first"
+            self.observer.admission_stop(self, seq, reason, need, budget)
+            return False
+        self.waiting.popleft()
+        self.running.append(seq)
+        self.block_manager.allocate(seq, prefix)
+        seq.num_prefill_tokens = seq.num_tokens
+        self._move(seq, SequenceStatus.RUNNING, "admitted")
+        return True
+
+    def _schedule_decode(self) -> Batch:
+        batch = Batch("decode")
+        while len(batch.seqs) < len(self.running):
+            seq = self.running[len(batch.seqs)]
+            while not self.block_manager.can_append(seq):
+                victim = self.running.pop()
+                self._preempt(victim, for_seq=seq)
+                if victim is seq:
+                    break
+            else:
+                self.block_manager.may_append(seq)
+                batch.add(seq, 1)
+        self.observer.schedule_decode(batch, self)
+        return batch
+
+    def _preempt(self, victim: Sequence, for_seq: Sequence) -> None:
+        """Take the pages of `victim` so that `for_seq` can go on. Its tokens are kept."""
+        num_computed_tokens = victim.num_computed_tokens
+        freed = self.block_manager.deallocate(victim)
+        self.waiting.appendleft(victim)
+        self.observer.preempt(victim, for_seq, freed, num_computed_tokens)
+        self._move(victim, SequenceStatus.WAITING, "preempted")
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Take in what the model computed.
+
+        Args:
+            batch: what `schedule` returned.
+            token_ids: one sampled token for each of `batch.sampled_seqs`.
+
+        Returns:
+            The sequences that ended in this step.
+        """
+        for seq, num_tokens in zip(batch.seqs, batch.num_scheduled_tokens, strict=True):
+            num_computed_before = seq.num_computed_tokens
+            seq.num_computed_tokens += num_tokens
+            self.block_manager.publish(seq, num_computed_before)
+        finished = []
+        for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
+            seq.append_token(token_id)
+            reason = self._finish_reason(seq, token_id)
+            if reason is not None:
+                self.running.remove(seq)
+                self._finish(seq, reason)
+                finished.append(seq)
+        return finished
+
+    def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        params = seq.sampling_params
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            return "eos"
+        if seq.num_completion_tokens >= params.max_tokens:
+            return "max_tokens"
+        if seq.num_tokens >= self.max_model_len:
+            return "max_model_len"
+        return None
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def abort(self, seq: Sequence) -> None:
+        """End a waiting or running request between two steps; its pages are free at once."""
+        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
+        self.observer.request_abort(seq)
+        self._finish(seq, "aborted")
+
+    def reset(self, seqs: list[Sequence]) -> None:
+        """End all of `seqs` and forget every queue, page and published hash.
+
+        Right whatever state an interruption left behind, since it reads none of it.
+        """
+        self.waiting.clear()
+        self.running.clear()
+        self.block_manager.reset()
+        for seq in seqs:
+            seq.block_table = []
+            seq.status = SequenceStatus.FINISHED
+            seq.finish_reason = "aborted"
+        self.observer.engine_reset(seqs)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        if seq.block_table:
+            self.block_manager.deallocate(seq)
+        seq.finish_reason = reason
+        self._move(seq, SequenceStatus.FINISHED, reason)
+
+    def _move(self, seq: Sequence, status: SequenceStatus, reason: str) -> None:
+        previous, seq.status = seq.status, status
+        self.observer.state_transition(seq, previous, reason)
+
+    def check(self) -> None:
+        """Assert the invariants of queues and pool. For tests and debugging.
+
+        Raises:
+            AssertionError: two facts disagree; the message names both.
+        """
+        self.block_manager.check([*self.waiting, *self.running])
+        assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} are running"
+        assert not {*self.waiting} & {*self.running}, "a sequence sits in both queues"
+        for seq in self.waiting:
+            assert seq.status is SequenceStatus.WAITING, f"{seq} waits"
+            assert not seq.block_table, f"{seq} waits with pages"
+        for seq in self.running:
+            assert seq.status is SequenceStatus.RUNNING, f"{seq} runs"
+            assert 0 <= seq.num_computed_tokens < seq.num_tokens, f"{seq} has nothing to compute"
+            held = len(seq.block_table) * self.block_manager.block_size
+            assert held >= seq.num_tokens - 1, f"{seq} has more tokens than pages"
+            assert seq.num_tokens < self.max_model_len, f"{seq} is past max_model_len"
+            assert seq is self.running[-1] or not seq.is_prefilling, f"{seq} is a chunk mid-queue"

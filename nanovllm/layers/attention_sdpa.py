@@ -1,0 +1,171 @@
+"""SdpaBackend: paged attention through torch's scaled_dot_product_attention, on any device.
+
+torch's attention wants keys and values in one piece, so the pages of a context are gathered first:
+
+        block table [0, 2], context of 6, block size 4
+        slots        0   1   2   3   8   9           one index_select a layer brings
+        gathered    [a0  a1  a2  a3  a4  a5]         the context together
+
+Which slots, and which keys a query may see, is the same in every layer: it is planned by the first
+and left in the context for the others.
+
+This is the plain way, and the measure of the faster ones. Knows nothing of how blocks are managed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanovllm.utils.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """One sequence of a prefill.
+
+    Attributes:
+        begin: its first row among the step's new tokens.
+        end: the row after its last.
+        slots: (context_len,) int64, where its context lies; None if the new tokens are all of it.
+        mask: (num_new_tokens, context_len) bool, True where a query sees a key; None if no table
+            is needed: nothing is cached (plain causal), or the one query there is sees all.
+    """
+
+    begin: int
+    end: int
+    slots: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """All sequences of a decode, padded to the longest context.
+
+    Attributes:
+        slots: (num_seqs * max_context_len,) int64, one sequence's context after another. Past its
+            end a sequence repeats its last slot: what lies there is a number, and not the NaN that
+            memory nobody has written yet may hold (a masked NaN still spoils the sum).
+        mask: (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if all
+            contexts are equally long.
+    """
+
+    slots: Tensor
+    mask: Tensor | None
+
+
+class SdpaBackend:
+    """Attention that runs wherever torch does."""
+
+    name = "sdpa"
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
+        _as_slots(k_cache).index_copy_(0, slot_mapping, k)
+        _as_slots(v_cache).index_copy_(0, slot_mapping, v)
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
+        scale: float,
+        context: Context,
+    ) -> Tensor:
+        """Attend one sequence after another, each to its own context."""
+        if not isinstance(context.plan, list):
+            context.plan = _plan_prefill(context, None if k_cache is None else k_cache.shape[1])
+        output = torch.empty_like(q)
+        for span in context.plan:
+            if span.slots is None or k_cache is None or v_cache is None:
+                keys, values = k[span.begin : span.end], v[span.begin : span.end]
+            else:
+                keys = _as_slots(k_cache).index_select(0, span.slots)
+                values = _as_slots(v_cache).index_select(0, span.slots)
+            output[span.begin : span.end] = scaled_dot_product_attention(
+                q[span.begin : span.end].transpose(0, 1).unsqueeze(0),  # (1, heads, new, head_dim)
+                keys.transpose(0, 1).unsqueeze(0),  # (1, kv_heads, context_len, head_dim)
+                values.transpose(0, 1).unsqueeze(0),
+                attn_mask=span.mask,
+                is_causal=span.slots is None,
+                scale=scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        return output
+
+    def decode(
+        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attend all sequences at once, through one gather of everybody's context."""
+        if not isinstance(context.plan, DecodePlan):
+            context.plan = _plan_decode(context, k_cache.shape[1], q.dtype)
+        plan = context.plan
+        gathered = (q.shape[0], context.max_seqlen_k, *k_cache.shape[2:])
+        keys = _as_slots(k_cache).index_select(0, plan.slots).view(gathered)
+        values = _as_slots(v_cache).index_select(0, plan.slots).view(gathered)
+        output = scaled_dot_product_attention(
+            q.unsqueeze(2),  # (num_seqs, num_heads, 1, head_dim)
+            keys.transpose(1, 2),  # (num_seqs, num_kv_heads, max_context_len, head_dim)
+            values.transpose(1, 2),
+            attn_mask=plan.mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return output.squeeze(2)
+
+
+def _as_slots(cache: Tensor) -> Tensor:
+    """(num_blocks, block_size, ...) -> (num_slots, ...), the same memory."""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def _slots(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return where the tokens at `positions` lie, both (num_seqs, num_positions)."""
+    blocks = block_tables.long().gather(1, positions // block_size)
+    return blocks * block_size + positions % block_size
+
+
+def _plan_prefill(context: Context, block_size: int | None) -> list[PrefillSpan]:
+    spans = []
+    device = context.cu_seqlens_q.device
+    begins, context_begins = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
+    for row in range(len(begins) - 1):
+        begin, end = begins[row], begins[row + 1]
+        num_new = end - begin
+        context_len = context_begins[row + 1] - context_begins[row]
+        if num_new == context_len or context.block_tables is None or block_size is None:
+            spans.append(PrefillSpan(begin, end, slots=None, mask=None))
+            continue
+        positions = torch.arange(context_len, device=device).unsqueeze(0)
+        slots = _slots(context.block_tables[row : row + 1], positions, block_size)[0]
+        mask = None
+        if num_new > 1:  # the new tokens are the last: the diagonal ends in the lower right corner
+            mask = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
+            mask = mask.tril(diagonal=context_len - num_new)
+        spans.append(PrefillSpan(begin, end, slots, mask))
+    return spans
+
+
+def _plan_decode(context: Context, block_size: int, dtype: torch.dtype) -> DecodePlan:
+    if context.block_tables is None:
+        raise RuntimeError("A decode step reads the KV cache: its context needs block_tables.")
+    context_lens = context.context_lens.long().unsqueeze(1)  # (num_seqs, 1)
+    positions = torch.arange(context.max_seqlen_k, device=context_lens.device)
+    is_past_end = positions >= context_lens  # (num_seqs, max_context_len)
+    slots = _slots(context.block_tables, positions.minimum(context_lens - 1), block_size)
+    mask = None
+    if is_past_end.any():
+        mask = torch.zeros(is_past_end.shape, dtype=dtype, device=is_past_end.device)
+        mask = mask.masked_fill_(is_past_end, -torch.inf)[:, None, None, :]
+    return DecodePlan(slots.flatten(), mask)

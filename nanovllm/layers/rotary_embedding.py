@@ -1,0 +1,110 @@
+"""RotaryEmbedding: a token's position, as an angle by which its queries and keys are turned.
+
+The numbers of a head are taken in pairs (i, i + head_dim / 2), and pair i of the token at
+position p is turned by p * frequency[i]:
+
+        [ x_0 ... x_i ... | x_h ... x_(i+h) ... ]       h = head_dim / 2
+              '----------------'
+          x_i'     =  x_i cos - x_(i+h) sin
+          x_(i+h)' =  x_(i+h) cos + x_i sin
+
+The product of a query and a key then depends on the distance of their positions only.
+
+Knows RoPE as Qwen3 uses it, plain or stretched ("linear", "yarn"). Reads no configuration file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+    from nanovllm.models.rope_config import RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The turning of a step's tokens, the same in every layer: made once, used by all.
+
+    Attributes:
+        cos: (num_tokens, 1, head_dim) float32, the cosines, twice.
+        sin: (num_tokens, 1, head_dim) float32, the sines, once negated and once not.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Turn (num_tokens, num_heads, head_dim), in float32, and return the input's dtype."""
+        wide = x.float()
+        partner = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves change places
+        return torch.addcmul(wide * self.cos, partner, self.sin).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """The table of cosines and sines of every position.
+
+    The table is float32 in a model of any dtype, also after `model.to(dtype)`: with the 8 bits of
+    bfloat16, neighbouring positions would often have the same angle.
+    """
+
+    cos_sin_table: Tensor  # (max_position, head_dim): cosines, then sines, of each frequency
+
+    def __init__(
+        self, head_dim: int, max_position: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
+        super().__init__()
+        frequencies = _frequencies(head_dim, theta, scaling)  # (head_dim / 2,)
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        self.register_buffer("cos_sin_table", table, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let `model.to(...)` move the table, and not round it."""
+        table = self.cos_sin_table
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.cos_sin_table = table.to(self.cos_sin_table.device)
+        return self
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """(num_tokens,) int64 -> the turning of those tokens."""
+        cos, sin = self.cos_sin_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Return how far each pair of numbers turns from one position to the next, in radians."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents  # (head_dim / 2,): from 1 down to nearly 1 / theta
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    kept = _yarn_kept_share(head_dim, theta, scaling)
+    return frequencies * kept + frequencies / scaling.factor * (1.0 - kept)
+
+
+def _yarn_kept_share(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where it slows it, or between."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        """Which pair turns so often over the original length? Not a whole number, as a rule."""
+        wavelength = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, and no division by zero
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,0 +1,195 @@
+"""Sampler: from a row of logits to one token.
+
+A token is drawn by the Gumbel-max trick: add noise of the right shape to every logit and take the
+largest. The noise is **stateless**: the number added for token `i` is a function of the request's
+seed, the position in the sequence and `i`, and of nothing else. No generator has a state to keep,
+so a request draws the same tokens whoever shares its batch, however its prompt was cut into chunks,
+and again after a preemption:
+
+        seed, position ──splitmix64──> key, 64 bits      in Python, once a row
+        key, i ──two rounds of a 32-bit hash──> x        in torch, for each token i
+        u = (x + 0.5) / 2**32                            uniform in (0, 1)
+        noise = -log(-log(u))                            Gumbel
+
+Knows nothing of requests; who has which seed and why a row is sampled is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+BITS_32 = 2**32 - 1
+BITS_64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """How each row of a step is sampled, on the model's device.
+
+    Attributes:
+        temperatures: (num_rows,) float32, 0 for greedy.
+        noise_keys: (2, num_rows) int64, the lower and upper 32 bits of each row's key.
+        is_greedy: (num_rows,) bool.
+        is_all_greedy: no row is drawn at random.
+        filtered_rows: (num_filtered,) int64, the rows cut by top-k or top-p; None if none is.
+        top_ks: (num_filtered,) int64 of these rows, a huge number where off.
+        top_ps: (num_filtered,) float32 of these rows, infinity where off.
+    """
+
+    temperatures: Tensor
+    noise_keys: Tensor
+    is_greedy: Tensor
+    is_all_greedy: bool
+    filtered_rows: Tensor | None
+    top_ks: Tensor
+    top_ps: Tensor
+
+    @classmethod
+    def from_lists(
+        cls,
+        *,
+        temperatures: Sequence[float],
+        top_ks: Sequence[int | None],
+        top_ps: Sequence[float],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Gather the parameters of each row.
+
+        Args:
+            temperatures: 0 takes the likeliest token, the lowest id on ties.
+            top_ks: draw among the k likeliest only; None or 0 for all.
+            top_ps: draw among the likeliest that together reach this probability; 1 for all.
+            seeds: any whole number, of which the lowest 64 bits count.
+            positions: the index, in its sequence, of the token to be drawn.
+            device: where the logits will be.
+        """
+        keys = [_noise_key(seed, p) for seed, p in zip(seeds, positions, strict=True)]
+        halves = [[key & BITS_32 for key in keys], [key >> 32 for key in keys]]
+        filtered = [
+            row
+            for row, (temperature, top_k, top_p) in enumerate(
+                zip(temperatures, top_ks, top_ps, strict=True)
+            )
+            if temperature > 0.0 and (top_k or top_p < 1.0)
+        ]
+        ks = [top_ks[row] or BITS_32 for row in filtered]
+        ps = [top_ps[row] if top_ps[row] < 1.0 else torch.inf for row in filtered]
+        is_greedy = [temperature == 0.0 for temperature in temperatures]
+        return cls(
+            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            noise_keys=torch.tensor(halves, dtype=torch.int64, device=device),
+            is_greedy=torch.tensor(is_greedy, device=device),
+            is_all_greedy=all(is_greedy),
+            filtered_rows=torch.tensor(filtered, device=device) if filtered else None,
+            top_ks=torch.tensor(ks, dtype=torch.int64, device=device),
+            top_ps=torch.tensor(ps, dtype=torch.float32, device=device),
+        )
+
+
+class Sampler(nn.Module):
+    """Chooses one token a row."""
+
+    def forward(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """(num_rows, vocab_size) float32 -> (num_rows,) int64.
+
+        Raises:
+            FloatingPointError: a row's logits hold NaN, so that no token is the largest.
+        """
+        scores = logits
+        if not params.is_all_greedy:
+            scores = torch.where(
+                params.is_greedy.unsqueeze(1), logits, self._random_scores(logits, params)
+            )
+        token_ids = scores.argmax(dim=-1)  # the first of equals; NaN counts as the largest
+        chosen = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        if not chosen.isfinite().all():
+            row = int(chosen.isfinite().logical_not().nonzero()[0])
+            raise FloatingPointError(
+                f"Row {row} of the logits has no largest finite number: its best is "
+                f"{chosen[row].item()}. The model's weights or its computation are broken."
+            )
+        return token_ids
+
+    def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """Return scaled logits with noise, (num_rows, vocab_size); greedy rows are meaningless."""
+        temperatures = params.temperatures.masked_fill(params.is_greedy, 1.0).unsqueeze(1)
+        # Less the largest, so that no temperature, however small, divides to infinity.
+        scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+        if params.filtered_rows is not None:
+            scores[params.filtered_rows] = _keep_likeliest(
+                scores[params.filtered_rows], params.top_ks, params.top_ps
+            )
+        return scores + gumbel_noise(params.noise_keys, logits.shape[-1])
+
+
+def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Set to -inf all but the top-k and, of their distribution, the top-p.
+
+    Sorting is stable, so among equals the lowest ids are kept, and exactly k in all. Top-p keeps
+    the token with which the sum reaches p.
+
+    Args:
+        scores: (num_rows, vocab_size), logits over temperature.
+        top_ks: (num_rows,).
+        top_ps: (num_rows,).
+    """
+    sorted_scores, token_ids = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    sorted_scores = sorted_scores.masked_fill(ranks >= top_ks.unsqueeze(1), -torch.inf)
+    probabilities = sorted_scores.softmax(dim=-1)
+    sum_before = probabilities.cumsum(dim=-1) - probabilities  # of all likelier tokens
+    is_cut = (sum_before >= top_ps.unsqueeze(1)) & (ranks > 0)
+    sorted_scores = sorted_scores.masked_fill(is_cut, -torch.inf)
+    return torch.empty_like(scores).scatter_(1, token_ids, sorted_scores)
+
+
+def gumbel_noise(noise_keys: Tensor, vocab_size: int) -> Tensor:
+    """Return the noise of each row and token, (num_rows, vocab_size) float32.
+
+    In float64 up to the last step: in float32 the largest u rounds to 1 and its noise to infinity.
+
+    Args:
+        noise_keys: (2, num_rows) int64, the lower and upper 32 bits of each row's key.
+        vocab_size: how many numbers a row needs.
+    """
+    lower, upper = noise_keys.unsqueeze(-1)  # (num_rows, 1) each
+    indices = torch.arange(vocab_size, device=noise_keys.device)
+    x = _mix32(_mix32(indices ^ lower) ^ upper)
+    uniform = (x.double() + 0.5) / 2**32
+    return -(-uniform.log()).log().float()
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """Hash 32 bits held in int64: each bit of the input flips each of the output half of the time.
+
+    The constants are those of Chris Wellons' lowbias32. The second is taken less 2**32, which
+    leaves the lower 32 bits of the product as they are and keeps it within int64.
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & BITS_32
+    x = x ^ (x >> 15)
+    x = (x * (0x846CA68B - 2**32)) & BITS_32
+    return x ^ (x >> 16)
+
+
+def _noise_key(seed: int, position: int) -> int:
+    """Return the 64 bits of one row's noise."""
+    return _splitmix64(_splitmix64(seed & BITS_64) ^ position)
+
+
+def _splitmix64(x: int) -> int:
+    """Hash 64 bits (the output function of Vigna's splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) & BITS_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
+    return x ^ (x >> 31)

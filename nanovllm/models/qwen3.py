@@ -1,0 +1,184 @@
+"""Qwen3, written out in full.
+
+        input_ids ─> embed_tokens
+                          │
+                          ├──> input_layernorm ──> self_attn ──┐
+                          + <──────────────────────────────────┘
+                          ├──> post_attention_layernorm ──> mlp ──┐
+                          + <─────────────────────────────────────┘
+                          │       ... num_hidden_layers times
+                          └──> norm ──> lm_head ──> logits
+
+The vertical line is the residual stream. Each norm also does the addition before it, so that a
+layer hands on two tensors: its output, not yet added, and the stream.
+
+Modules bear the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
+both; matrices that are packed here and apart there are named in `packed_modules_mapping`.
+
+Knows nothing of sequences and pages: all tokens of a step are one flat batch, and `Attention` alone
+tells them apart.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import LMHead, VocabEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import GateUpLinear, Linear, QKVLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from nanovllm.layers.attention import AttentionBackend
+    from nanovllm.layers.rotary_embedding import Rotation
+    from nanovllm.models.config import ModelConfig
+
+
+class Qwen3Attention(nn.Module):
+    """Project, norm each head, turn by position, attend, project back."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVLinear(
+            config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, backend)
+
+    def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
+        """(num_tokens, hidden_size) -> (num_tokens, hidden_size)."""
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q = rotation.apply(self.q_norm(q))  # (num_tokens, num_heads, head_dim)
+        k = rotation.apply(self.k_norm(k))  # (num_tokens, num_kv_heads, head_dim)
+        attended: Tensor = self.attn(q, k, v)  # (num_tokens, num_heads, head_dim)
+        output: Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+
+class Qwen3MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size)
+        self.act_fn = SiluAndMul()
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(num_tokens, hidden_size) -> (num_tokens, hidden_size)."""
+        output: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
+        return output
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention, then MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, backend)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one layer.
+
+        Args:
+            hidden_states: (num_tokens, hidden_size), what the layer before adds to the stream.
+            residual: (num_tokens, hidden_size), the stream; None before the first layer.
+            rotation: the turning of the step's tokens by their positions.
+
+        Returns:
+            The same two for the next layer.
+        """
+        hidden_states, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, rotation)
+        hidden_states, residual = self.post_attention_layernorm.add_and_norm(
+            hidden_states, residual
+        )
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim,
+            config.max_position_embeddings,
+            config.rope_theta,
+            config.rope_scaling,
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """(num_tokens,) each -> (num_tokens, hidden_size)."""
+        rotation: Rotation = self.rotary_emb(positions)
+        hidden_states: Tensor = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, rotation)
+        return self.norm.add_and_norm(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Qwen3 with its head. Call it inside a `forward_context`; fill it with `load_model` first.
+
+    Attributes:
+        packed_modules_mapping: module here -> the modules of a checkpoint that it stacks.
+    """
+
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }
+    )
+
+    def __init__(self, config: ModelConfig, attention_backend: AttentionBackend) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config, attention_backend)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Compute the hidden states of a step's new tokens.
+
+        Args:
+            input_ids: (num_tokens,) int64, the new tokens of all sequences, one after another.
+            positions: (num_tokens,) int64, each token's index in its sequence.
+
+        Returns:
+            (num_tokens, hidden_size), in the model's dtype.
+        """
+        hidden_states: Tensor = self.model(input_ids, positions)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32."""
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits

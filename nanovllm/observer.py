@@ -1,0 +1,147 @@
+"""Observer: what the engine says of itself.
+
+One method a moment. Every moment defaults to silence, so an engine without an observer pays one
+empty call for it. The engine calls them after its state changed, with names already in scope,
+never branches on the observer and never reads an answer. It knows nothing of events, traces or
+clocks: `nvtrace.recorder.Recorder` overrides every method and gives each an event of the same name
+(`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
+
+An observer must not change what it is shown, and must copy what it keeps: lists go on living.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from nanovllm.config import Config
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.kv_cache import KVBudget
+    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence, SequenceStatus
+    from nanovllm.errors import RequestRefusedError
+    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.loader import LoadedWeights
+
+
+class Observer:
+    """Listens to one engine. Override what you want to hear."""
+
+    # -- bootstrap, init -------------------------------------------------------------------------
+
+    def engine_init(self, config: Config, model_config: ModelConfig) -> None:
+        """The engine begins to start, with these settings (all "auto"s resolved)."""
+
+    def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
+        """This process took its place among the ranks."""
+
+    def model_weights_loaded(self, loaded: LoadedWeights) -> None:
+        """The checkpoint's tensors are in the model."""
+
+    def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
+        """A made-up prefill ran, so that its memory peak is known. No user's request."""
+
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        """The number of KV pages was worked out, and the pages exist."""
+
+    def cudagraph_skip(self, reason: str) -> None:
+        """No CUDA graphs will be used, and why."""
+
+    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Seq[int]) -> None:
+        """The engine takes requests."""
+
+    # -- ingress, egress -------------------------------------------------------------------------
+
+    def generate_start(self, num_prompts: int) -> None:
+        """`generate` was called with so many prompts."""
+
+    def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
+        """A request joined the waiting queue's tail; so many wait now."""
+
+    def request_refused(self, num_prompt_tokens: int, error: RequestRefusedError) -> None:
+        """A request that could never finish was turned away. It has no number."""
+
+    def request_abort(self, seq: Sequence) -> None:
+        """A request was taken out of its queue, before its end."""
+
+    def request_output(self, seq: Sequence, text: str) -> None:
+        """An ended request's tokens were turned into text."""
+
+    def generate_finish(self, num_outputs: int) -> None:
+        """`generate` returns."""
+
+    def engine_error(self, error: BaseException) -> None:
+        """An exception leaves the engine."""
+
+    def engine_reset(self, seqs: list[Sequence]) -> None:
+        """`seqs` were ended and every queue, page and published hash forgotten."""
+
+    # -- a step: schedule ------------------------------------------------------------------------
+
+    def step_start(self, engine_step: int) -> None:
+        """A step begins."""
+
+    def admission_stop(
+        self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
+    ) -> None:
+        """The waiting queue's head `seq` must wait: it needs `need`, and there is `have`."""
+
+    def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
+        """This step computes prompts."""
+
+    def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
+        """This step computes one token for each running sequence."""
+
+    def preempt(
+        self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
+    ) -> None:
+        """`victim` gave up its pages for `for_seq`; `num_computed_tokens` of its K/V are lost."""
+
+    def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
+        """A sequence changed its status (and so its queue)."""
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def blocks_share(self, seq: Sequence, block_id: int) -> None:
+        """`seq` uses a published page that others use too."""
+
+    def blocks_revive(self, seq: Sequence, block_id: int) -> None:
+        """`seq` uses a published page that was free."""
+
+    def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
+        """`seq` got new pages at its admission."""
+
+    def blocks_append(self, seq: Sequence, block_id: int) -> None:
+        """`seq` got one new page, as its last token crossed a page boundary."""
+
+    def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
+        """Full, computed pages of `seq` were published."""
+
+    def blocks_evict(self, block_id: int, chain_hash: bytes) -> None:
+        """A free published page lost its contents: it is about to be used anew."""
+
+    def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
+        """`seq` gave up its pages, in this order; `freed` are those nobody else holds."""
+
+    # -- a step: run, sample, end ----------------------------------------------------------------
+
+    def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
+        """The batch was laid out flat, for a prefill."""
+
+    def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
+        """The batch was laid out, one token a sequence."""
+
+    def run_eager(self, reason: str, num_tokens: int) -> None:
+        """The model ran kernel by kernel, and why not from a CUDA graph."""
+
+    def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
+        """The next token of each of `seqs` was drawn."""
+
+    def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
+        """The step's tokens are appended and the ended sequences gone."""
+
+
+SILENT = Observer()

@@ -1,0 +1,1 @@
+"""What the model and the runner share: the context of a step, and the weight loader."""

@@ -1,0 +1,240 @@
+"""Loading a checkpoint: every tensor of it into the model, every weight of the model from it.
+
+The headers of all files are read and compared with the model first; only when all names, shapes and
+types fit is anything copied. So a wrong checkpoint is refused whole, and by name.
+
+Knows safetensors files, and that a packed module is filled by several tensors. Does not know the
+model's architecture: the model's own parameters say what is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import WeightsError
+from nanovllm.layers.linear import PackedLinear
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+BYTES_PER_NUMBER = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types that are cast on copying
+MOST_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """What was read: files, tensors in them, and the bytes of those tensors on disk."""
+
+    num_files: int
+    num_keys: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint, by its header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a tensor of the checkpoint goes: a parameter, or the rows of a packed one (a view)."""
+
+    module_name: str
+    weight: Tensor
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeights:
+    """Fill the model's parameters from a folder of safetensors, cast to the dtype they have.
+
+    Raises:
+        WeightsError: a file is missing, broken or ambiguous, or the checkpoint does not hold
+            exactly the tensors that the model has. The model is then as it was before.
+    """
+    files = find_files(Path(folder))
+    stored = read_headers(files)
+    _check_index(Path(folder), stored)
+    destinations = find_destinations(model)
+    tied = {alias: name for alias, name in find_tied(model).items() if alias in stored}
+    _check_names(Path(folder), stored, destinations, tied)
+    for name, destination in destinations.items():
+        _check_tensor(name, stored[name], destination)
+    for alias, name in tied.items():
+        _check_tied(alias, stored[alias], name, stored[name])
+
+    for file in files:
+        with safe_open(file, framework="pt") as tensors, torch.no_grad():
+            for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
+                if name not in tied:
+                    destinations[name].weight.copy_(tensors.get_tensor(name))
+    num_bytes = sum(math.prod(t.shape) * BYTES_PER_NUMBER[t.dtype] for t in stored.values())
+    return LoadedWeights(len(files), len(stored), num_bytes)
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Return the files of the checkpoint: one, those of the index, or all there are."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).exists():
+        names = sorted(set(_read_index(folder / INDEX_FILE).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise WeightsError(
+                    f"{folder / INDEX_FILE} names the file {name}, which is not in the folder; "
+                    "download it again."
+                )
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
+        found = f" (only {_some(others)}: convert to safetensors first)" if others else ""
+        raise WeightsError(f"{folder} holds no .safetensors file{found}.")
+    return files
+
+
+def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of all files by name, without reading their numbers."""
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
+                    if name in stored:
+                        raise WeightsError(
+                            f"{name} is in both {stored[name].file} and {file}; remove the file "
+                            "that does not belong to the checkpoint."
+                        )
+                    header = tensors.get_slice(name)
+                    shape = tuple(header.get_shape())
+                    stored[name] = StoredTensor(file, shape, header.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{file} is no whole safetensors file: {error}. Perhaps it is cut off; "
+                "download it again."
+            ) from error
+    return stored
+
+
+def find_destinations(model: nn.Module) -> dict[str, Destination]:
+    """Return where each tensor of a checkpoint goes, by the tensor's name.
+
+    Together the destinations are all parameters of the model, each number once.
+    """
+    packed: Mapping[str, tuple[str, ...]] = getattr(model, "packed_modules_mapping", {})
+    destinations = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
+        parent_name, _, own_name = module_name.rpartition(".")  # ....self_attn, qkv_proj
+        module = model.get_submodule(module_name)
+        if own_name not in packed or not isinstance(module, PackedLinear):
+            destinations[name] = Destination(module_name, parameter)
+            continue
+        for shard_name in packed[own_name]:
+            stored_name = f"{parent_name}.{shard_name}.{leaf}"
+            destinations[stored_name] = Destination(module_name, module.shard(shard_name))
+    return destinations
+
+
+def find_tied(model: nn.Module) -> dict[str, str]:
+    """Return the second names of parameters that have two, such as a tied head's."""
+    first_names: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
+    return tied
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{file} is not valid JSON: {error}.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{file} must have a weight_map from tensor names to file names.")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise WeightsError(f"{file}: weight_map.{name} = {file_name!r} is no file name.")
+    return weight_map
+
+
+def _check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
+    """Check that each tensor lies where the index, if it is in use, says."""
+    if (folder / SINGLE_FILE).exists() or not (folder / INDEX_FILE).exists():
+        return
+    for name, file_name in _read_index(folder / INDEX_FILE).items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise WeightsError(
+                f"{folder / INDEX_FILE} says that {name} is in {file_name}, but it is not; "
+                "download both again."
+            )
+
+
+def _check_names(
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    destinations: dict[str, Destination],
+    tied: dict[str, str],
+) -> None:
+    missing = [name for name in destinations if name not in stored]
+    if missing:
+        module_name = destinations[missing[0]].module_name
+        raise WeightsError(
+            f"{folder} lacks {_some(missing)}; the model's {module_name} needs "
+            f"{missing[0]}. Is the checkpoint complete, and does its config.json belong to it?"
+        )
+    unknown = [name for name in stored if name not in destinations and name not in tied]
+    if unknown:
+        raise WeightsError(
+            f"{stored[unknown[0]].file} holds {_some(unknown)}, for which the model has no module. "
+            "Does the folder's config.json belong to this checkpoint?"
+        )
+
+
+def _check_tensor(name: str, tensor: StoredTensor, destination: Destination) -> None:
+    if tensor.dtype not in BYTES_PER_NUMBER:
+        raise WeightsError(
+            f"{tensor.file}: {name} is of type {tensor.dtype}; only {', '.join(BYTES_PER_NUMBER)} "
+            "are read (quantized checkpoints are not)."
+        )
+    expected = tuple(destination.weight.shape)
+    if tensor.shape != expected:
+        raise WeightsError(
+            f"{tensor.file}: {name} has the shape {tensor.shape}, but the model's "
+            f"{destination.module_name} needs {expected}. Does config.json belong to it?"
+        )
+
+
+def _check_tied(alias: str, tensor: StoredTensor, name: str, original: StoredTensor) -> None:
+    """Check that a tensor stored twice is twice the same: the model has room for one."""
+    if (tensor.shape, tensor.dtype) == (original.shape, original.dtype):
+        with safe_open(tensor.file, "pt") as one, safe_open(original.file, "pt") as other:
+            if torch.equal(one.get_tensor(alias), other.get_tensor(name)):
+                return
+    raise WeightsError(
+        f"{tensor.file}: {alias} differs from {name}, but config.json ties the two "
+        "(tie_word_embeddings). One of the files is wrong."
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES_SHOWN])
+    more = len(names) - MOST_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,26 @@
+"""nvtrace: record what an engine says, read it back, replay it.
+
+`record` needs the engine; everything else works on a trace alone. Names are loaded at their first
+use, so that reading a trace imports no engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "record": "nvtrace.recorder",
+    "Recorder": "nvtrace.recorder",
+    "read_trace": "nvtrace.reader",
+    "UnreadableTraceError": "nvtrace.reader",
+    "NewerTraceError": "nvtrace.envelope",
+    "State": "nvtrace.replay",
+    "fold_steps": "nvtrace.replay",
+}
+__all__ = ["NewerTraceError", "Recorder", "State", "UnreadableTraceError", "fold_steps", "read_trace", "record"]  # noqa: PLE0604, F822 - see _HOMES
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

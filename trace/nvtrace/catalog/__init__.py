@@ -1,0 +1,81 @@
+"""The words: what every event, field and reason code is called, in each language.
+
+Knows the catalog files (`en.toml`, `zh.toml`) and how to fill in a sentence. Does not know the event
+structs: a test holds the catalogs against them. An event, field or code that no catalog has (it came
+from a newer minor version) is called by its own name.
+
+    [ui]                               sentences of the command line, with {places}
+    [fields]                           a field's meaning, wherever it appears
+    [events.PREEMPT]                   title, meaning
+    [events.PREEMPT.fields]            a field that means something of its own in this event
+    [events.PREEMPT.codes.reason]      a code of the field `reason`, in words
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from typing import Any, Literal, get_args
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = get_args(Language)
+
+
+class Catalog:
+    """The words of one language.
+
+    Args:
+        language: which one.
+        words: the parsed catalog file.
+    """
+
+    def __init__(self, language: Language, words: dict[str, Any]) -> None:
+        self.language = language
+        self._ui: dict[str, str] = words["ui"]
+        self._fields: dict[str, str] = words["fields"]
+        self._events: dict[str, dict[str, Any]] = words["events"]
+
+    def title(self, tag: str) -> str:
+        """An event in a few words."""
+        return str(self._events.get(tag, {}).get("title", tag))
+
+    def meaning(self, tag: str) -> str:
+        """An event in a few sentences."""
+        return str(self._events.get(tag, {}).get("meaning", ""))
+
+    def field(self, tag: str, name: str) -> str:
+        """What a field of an event holds, with its unit."""
+        own = self._events.get(tag, {}).get("fields", {})
+        return str(own.get(name, self._fields.get(name, "")))
+
+    def codes(self, tag: str, field: str = "reason") -> dict[str, str]:
+        """Every code that a field of an event may hold, in words."""
+        return dict(self._events.get(tag, {}).get("codes", {}).get(field, {}))
+
+    def reason(self, tag: str, code: str) -> str:
+        """A reason code in words."""
+        return self.codes(tag).get(code, code)
+
+    def ui(self, key: str, **values: object) -> str:
+        """A sentence of the command line.
+
+        Args:
+            key: its name under [ui].
+            **values: what goes into its {places}.
+
+        Raises:
+            KeyError: no such sentence, or a place without a value.
+        """
+        return self._ui[key].format_map(values)
+
+
+def load_catalog(language: Language) -> Catalog:
+    """Read the words of one language.
+
+    Raises:
+        ValueError: there is no catalog for this language.
+    """
+    if language not in LANGUAGES:
+        raise ValueError(f"no words in {language!r}: the languages are {', '.join(LANGUAGES)}")
+    text = resources.files(__name__).joinpath(f"{language}.toml").read_text(encoding="utf-8")
+    return Catalog(language, tomllib.loads(text))

@@ -1,0 +1,127 @@
+"""A trace's lines: header first, events, footer last; and how they become bytes and come back.
+
+Knows the version rule. Does not know files (`reader.py`, `pipeline.py`) or what events mean.
+
+    {"event":"TRACE_HEADER","schema":"nvtrace","version":[1,0], ...}
+    {"event":"ENGINE_INIT","event_id":1,"ts_ns":0, ...}
+    ...
+    {"event":"TRACE_FOOTER","event_id":9001,"num_events":9000,"exit":"ok"}
+
+A newer minor version may have unknown fields (ignored) and unknown events (`Unknown`). A newer
+major version is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+
+SCHEMA = "nvtrace"
+VERSION = (1, 0)
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_HEADER"):
+    """What ran, where, and with which settings.
+
+    Attributes:
+        schema: always "nvtrace".
+        version: (major, minor) of the format.
+        run_id: tells traces of different runs apart.
+        rank: the process that wrote this file, among `world_size`.
+        created: wall-clock time of ts_ns = 0, ISO 8601 with zone.
+        clock: the clock behind ts_ns, its unit, and ts_ns = 0 in Unix nanoseconds.
+        engine: name and version of the engine.
+        environment: Python, torch, platform.
+        model: the checkpoint's shape.
+        config: the engine's settings, all "auto"s resolved.
+        content: what of prompts and answers is in the trace: "text" means tokens and text.
+        mode: "real" for an engine that ran.
+    """
+
+    schema: str = SCHEMA
+    version: tuple[int, int] = VERSION
+    run_id: str
+    rank: int
+    world_size: int
+    created: str
+    clock: dict[str, Any]
+    engine: dict[str, Any]
+    environment: dict[str, Any]
+    model: dict[str, Any]
+    config: dict[str, Any]
+    content: str = "text"
+    mode: str = "real"
+
+
+class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_FOOTER"):
+    """The trace was closed in good order, after `num_events` events."""
+
+    event_id: int
+    num_events: int
+    exit: Literal["ok", "error", "interrupted"]
+
+
+class Unknown(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a name this version does not know, kept as it came."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+Record = Header | Footer | AnyEvent | Unknown
+
+_TAGS = {*EVENT_TYPES, "TRACE_HEADER", "TRACE_FOOTER"}
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header | Footer | AnyEvent)
+_mapping_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+
+
+class NewerTraceError(ValueError):
+    """The trace was written by a version whose format this one cannot read."""
+
+
+def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
+    """Append one line, newline included, to `buffer`."""
+    _encoder.encode_into(record, buffer, -1)
+    buffer += b"\n"
+
+
+def decode(line: bytes | str) -> Record:
+    """One line -> one record.
+
+    Raises:
+        msgspec.MsgspecError: the line is not a record (`msgspec.ValidationError` and
+            `msgspec.DecodeError` are its kinds).
+        NewerTraceError: it is the header of a newer major version.
+    """
+    try:
+        record: Record = _decoder.decode(line)
+    except msgspec.ValidationError:
+        unknown = _decode_unknown(line)
+        if unknown is None:
+            raise
+        return unknown
+    return record
+
+
+def _decode_unknown(line: bytes | str) -> Unknown | None:
+    fields = _mapping_decoder.decode(line)
+    tag = fields.get("event")
+    if tag == "TRACE_HEADER":
+        check_version(fields)
+    if not isinstance(tag, str) or tag in _TAGS:
+        return None
+    return Unknown(event=tag, fields=fields)
+
+
+def check_version(header: dict[str, Any]) -> None:
+    """Refuse a newer major version, before anything else of the header is judged."""
+    match header.get("version"):
+        case [int(major), int(minor)] if major > VERSION[0]:
+            raise NewerTraceError(
+                f"this trace has format version {major}.{minor}, and this nvtrace reads up to "
+                f"{VERSION[0]}.x: install a newer nanovllm to read it"
+            )

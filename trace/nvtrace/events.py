@@ -1,0 +1,504 @@
+"""The events: what an engine can say, as typed records.
+
+These structs *are* the trace format: the reader decodes into them, the JSON Schema and
+`docs/events.md` are generated from them. They hold facts and reason codes, no prose; the words for
+both live in `catalog/`. Knows nothing of the engine, of files or of terminals.
+
+Rules for changing them: a new field has a default, a field never changes its meaning, and a change
+that an old reader would misread raises the major version in `envelope.py`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+import msgspec
+
+Phase = Literal[
+    "bootstrap", "init", "ingress", "prefill", "decode", "postprocess", "egress"
+]  # the article's words
+Status = Literal["WAITING", "RUNNING", "FINISHED"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """The envelope every event shares."""
+
+    event_id: int
+    ts_ns: int
+    step: int | None
+    phase: Phase
+
+    # What the article's one-line form shows as stats={...}, in its order.
+    log_fields: ClassVar[tuple[str, ...]] = ()
+
+
+# -- bootstrap, init -------------------------------------------------------------------------------
+
+
+class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
+    """The engine begins to start."""
+
+    model: str
+    tp_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    enforce_eager: bool
+    enable_prefix_caching: bool
+    policy: str
+    seed: int
+
+    log_fields = ("max_num_batched_tokens", "max_num_seqs", "model", "tp_size")
+
+
+class TpRuntimeInit(Event, frozen=True, kw_only=True, tag="TP_RUNTIME_INIT"):
+    """A process took its place among the ranks."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str | None
+
+    log_fields = ("device", "rank", "world_size")
+
+
+class ModelWeightsLoaded(Event, frozen=True, kw_only=True, tag="MODEL_WEIGHTS_LOADED"):
+    """The checkpoint's tensors are in the model."""
+
+    num_files: int
+    num_keys: int
+    num_bytes: int
+    duration_ns: int
+
+    log_fields = ("num_files", "num_keys")
+
+
+class WarmupModel(Event, frozen=True, kw_only=True, tag="WARMUP_MODEL"):
+    """A made-up prefill ran, to show its memory peak."""
+
+    num_seqs: int
+    seq_len: int
+    num_tokens: int
+    peak_bytes: int | None
+    duration_ns: int
+
+    log_fields = ("num_seqs", "seq_len", "num_tokens")
+
+
+class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE"):
+    """The number of KV pages was worked out."""
+
+    rule: Literal["cpu_bounded", "given"]
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+    utilization: float
+    limit_bytes: int | None
+    available_bytes: int
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    block_bytes: int
+    num_blocks: int
+
+    log_fields = ("total_gib", "free_gib", "block_bytes", "num_blocks")
+
+    @property
+    def total_gib(self) -> float:
+        """`total_bytes` in the article's unit."""
+        return round(self.total_bytes / 2**30, 3)
+
+    @property
+    def free_gib(self) -> float:
+        """`free_bytes` in the article's unit."""
+        return round(self.free_bytes / 2**30, 3)
+
+
+class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
+    """No CUDA graphs are used."""
+
+    reason: Literal["enforce_eager", "device_has_no_graphs"]
+
+
+class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
+    """The engine takes requests."""
+
+    num_kvcache_blocks: int
+    eos_token_ids: list[int]
+    duration_ns: int
+
+    log_fields = ("num_kvcache_blocks", "eos_token_ids")
+
+
+# -- ingress ---------------------------------------------------------------------------------------
+
+
+class GenerateStart(Event, frozen=True, kw_only=True, tag="GENERATE_START"):
+    """`generate` was called."""
+
+    reason: Literal["batch_submitted"] = "batch_submitted"
+    n_prompts: int
+
+    log_fields = ("n_prompts",)
+
+
+class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
+    """A request joined the waiting queue's tail."""
+
+    reason: Literal["new_request"] = "new_request"
+    seq_id: int
+    prompt_len: int
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    waiting_len: int
+    prompt_token_ids: list[int]
+
+    log_fields = ("prompt_len", "seq_id", "max_tokens")
+
+
+class RequestRefused(Event, frozen=True, kw_only=True, tag="REQUEST_REFUSED"):
+    """A request that could never finish was turned away."""
+
+    reason: Literal["prompt_too_long", "never_fits"]
+    prompt_len: int
+    need: int
+    have: int
+
+    log_fields = ("prompt_len", "need", "have")
+
+
+class RequestAbort(Event, frozen=True, kw_only=True, tag="REQUEST_ABORT"):
+    """A request was taken out of its queue before its end."""
+
+    seq_id: int
+    num_completion_tokens: int
+
+    log_fields = ("seq_id", "num_completion_tokens")
+
+
+# -- schedule --------------------------------------------------------------------------------------
+
+
+class SchedulePrefill(Event, frozen=True, kw_only=True, tag="SCHEDULE_PREFILL"):
+    """This step computes prompts."""
+
+    reason: Literal["waiting_admissible", "chunk_continues"]
+    engine_step: int
+    scheduled: int
+    seq_ids: list[int]
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]
+    num_cached_tokens: list[int]
+    num_batched_tokens: int
+    token_budget: int
+    waiting_len: int
+    running_len: int
+    free_blocks: int
+
+    log_fields = ("engine_step", "scheduled", "waiting_len", "running_len")
+
+
+class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
+    """This step computes one token for each running sequence."""
+
+    reason: Literal["no_prefill_admissible"] = "no_prefill_admissible"
+    engine_step: int
+    decode_step_index: int
+    scheduled: int
+    seq_ids: list[int]
+    token_budget: int
+    waiting_len: int
+    running_len: int
+    free_blocks: int
+
+    log_fields = ("decode_step_index", "engine_step", "scheduled", "running_len", "waiting_len")
+
+
+class AdmissionStop(Event, frozen=True, kw_only=True, tag="ADMISSION_STOP"):
+    """The waiting queue's head had to wait, and everybody behind it."""
+
+    reason: Literal["token_budget", "no_blocks", "max_num_seqs", "chunk_not_first"]
+    seq_id: int
+    need: int
+    have: int
+    waiting_len: int
+
+    log_fields = ("seq_id", "need", "have", "waiting_len")
+
+
+class Preempt(Event, frozen=True, kw_only=True, tag="PREEMPT"):
+    """A running sequence gave up its pages so that another could go on."""
+
+    seq_id: int
+    for_seq_id: int
+    num_blocks_freed: int
+    num_tokens_to_recompute: int
+
+    log_fields = ("seq_id", "for_seq_id", "num_blocks_freed", "num_tokens_to_recompute")
+
+
+class StateTransition(Event, frozen=True, kw_only=True, tag="STATE_TRANSITION"):
+    """A sequence changed its status, and so its queue."""
+
+    reason: Literal["admitted", "preempted", "eos", "max_tokens", "max_model_len", "aborted"]
+    seq_id: int
+    previous: Status
+    status: Status
+    token_id: int | None
+    num_completion_tokens: int
+    max_tokens: int
+
+    log_fields = ("seq_id", "token_id", "num_completion_tokens", "max_tokens")
+
+
+# -- pages -----------------------------------------------------------------------------------------
+# One event holds all operations of its kind that follow one another: seq_ids[i] did it to
+# block_ids[i].
+
+
+class BlocksShare(Event, frozen=True, kw_only=True, tag="BLOCKS_SHARE"):
+    """Published pages that others use are used by one more."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+
+    log_fields = ("seq_ids", "block_ids")
+
+
+class BlocksRevive(Event, frozen=True, kw_only=True, tag="BLOCKS_REVIVE"):
+    """Published pages that were free are used again, with their contents."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+
+    log_fields = ("seq_ids", "block_ids")
+
+
+class BlocksAllocate(Event, frozen=True, kw_only=True, tag="BLOCKS_ALLOCATE"):
+    """New pages were given out at admission."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+
+    log_fields = ("seq_ids", "block_ids")
+
+
+class BlocksAppend(Event, frozen=True, kw_only=True, tag="BLOCKS_APPEND"):
+    """A new page for sequences whose last token crossed a page boundary."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+
+    log_fields = ("seq_ids", "block_ids")
+
+
+class BlocksHash(Event, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
+    """Full, computed pages were published under the hash of all tokens up to their end."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+    hashes: list[list[str]]
+
+    log_fields = ("seq_ids", "block_ids")
+
+
+class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
+    """Free published pages lost their contents, to be used anew."""
+
+    block_ids: list[int]
+    hashes: list[str]
+
+    log_fields = ("block_ids",)
+
+
+class BlocksRelease(Event, frozen=True, kw_only=True, tag="BLOCKS_RELEASE"):
+    """Sequences gave up all their pages, in this order; `freed` are those nobody else holds."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+    freed: list[list[int]]
+
+    log_fields = ("seq_ids", "block_ids", "freed")
+
+
+# -- run -------------------------------------------------------------------------------------------
+
+
+class PreparePrefillTensors(Event, frozen=True, kw_only=True, tag="PREPARE_PREFILL_TENSORS"):
+    """The batch was laid out flat. Ranges are [first, last], both included."""
+
+    flat_tokens: int
+    n_seqs: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    has_block_tables: bool
+    cu_seqlens_q: list[int]
+    cu_seqlens_k: list[int]
+    position_ranges: list[tuple[int, int]]
+    slot_ranges: list[tuple[int, int]]
+
+    log_fields = ("flat_tokens", "n_seqs", "max_seqlen_q", "max_seqlen_k", "has_block_tables")
+
+
+class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE_TENSORS"):
+    """The batch was laid out, one token a sequence."""
+
+    batch_size: int
+    context_lens: list[int]
+    slot_mapping: list[int]
+    block_tables_shape: tuple[int, int]
+
+    log_fields = ("batch_size", "context_lens_shape", "slot_mapping_shape", "block_tables_shape")
+
+    @property
+    def context_lens_shape(self) -> tuple[int]:
+        """The tensor's shape."""
+        return (len(self.context_lens),)
+
+    @property
+    def slot_mapping_shape(self) -> tuple[int]:
+        """The tensor's shape."""
+        return (len(self.slot_mapping),)
+
+
+class RunEager(Event, frozen=True, kw_only=True, tag="RUN_EAGER"):
+    """The model ran kernel by kernel."""
+
+    reason: Literal["prefill", "enforce_eager", "device_has_no_graphs"]
+    num_tokens: int
+
+    log_fields = ("num_tokens",)
+
+
+class SampleTokens(Event, frozen=True, kw_only=True, tag="SAMPLE_TOKENS"):
+    """The next tokens were drawn."""
+
+    seq_ids: list[int]
+    temperatures: list[float]
+    token_ids: list[int]
+
+    log_fields = ("temperatures", "token_ids", "seq_ids")
+
+
+class StepEnd(Event, frozen=True, kw_only=True, tag="STEP_END"):
+    """A step is over.
+
+    The host's times add up to `wall_ns`. On a CPU `forward_ns` is the model's own time; where a
+    device works in the background it is launch time, and `gpu_ns` is the device's.
+    """
+
+    batch_phase: Literal["prefill", "decode"]
+    num_seqs: int
+    num_batched_tokens: int
+    num_tokens_stat: int  # the article's: total length of a prefill's sequences; minus the batch
+    finished: list[int]
+    waiting_len: int
+    running_len: int
+    free_blocks: int
+    wall_ns: int
+    schedule_ns: int
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+    postprocess_ns: int
+    gpu_ns: int | None
+
+    log_fields = ("num_tokens_stat", "finished")
+
+
+# -- egress ----------------------------------------------------------------------------------------
+
+
+class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
+    """An ended request's text."""
+
+    seq_id: int
+    reason: Literal["eos", "max_tokens", "max_model_len", "aborted"]
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    text: str
+
+    log_fields = ("seq_id", "num_prompt_tokens", "num_completion_tokens")
+
+
+class GenerateFinish(Event, frozen=True, kw_only=True, tag="GENERATE_FINISH"):
+    """`generate` returns."""
+
+    reason: Literal["queues_empty"] = "queues_empty"
+    total_steps: int
+    prefill_steps: int
+    decode_steps: int
+    n_outputs: int
+
+    log_fields = ("total_steps", "prefill_steps", "decode_steps", "n_outputs")
+
+
+class EngineError(Event, frozen=True, kw_only=True, tag="ENGINE_ERROR"):
+    """An exception left the engine."""
+
+    error_type: str
+    message: str
+
+    log_fields = ("error_type", "message")
+
+
+class EngineReset(Event, frozen=True, kw_only=True, tag="ENGINE_RESET"):
+    """After an error: all requests ended, every queue, page and published hash forgotten."""
+
+    seq_ids: list[int]
+
+    log_fields = ("seq_ids",)
+
+
+AnyEvent = (
+    EngineInit
+    | TpRuntimeInit
+    | ModelWeightsLoaded
+    | WarmupModel
+    | KvBudgetEstimate
+    | CudagraphSkip
+    | EngineReady
+    | GenerateStart
+    | RequestEnqueue
+    | RequestRefused
+    | RequestAbort
+    | SchedulePrefill
+    | ScheduleDecode
+    | AdmissionStop
+    | Preempt
+    | StateTransition
+    | BlocksShare
+    | BlocksRevive
+    | BlocksAllocate
+    | BlocksAppend
+    | BlocksHash
+    | BlocksEvict
+    | BlocksRelease
+    | PreparePrefillTensors
+    | PrepareDecodeTensors
+    | RunEager
+    | SampleTokens
+    | StepEnd
+    | RequestOutput
+    | GenerateFinish
+    | EngineError
+    | EngineReset
+)
+
+
+def tag_of(event: Event | type[Event]) -> str:
+    """The event's name in a trace, for example "SCHEDULE_PREFILL"."""
+    return str(event.__struct_config__.tag)
+
+
+EVENT_TYPES: dict[str, type[Event]] = {tag_of(cls): cls for cls in get_args(AnyEvent)}

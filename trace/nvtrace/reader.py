@@ -1,0 +1,147 @@
+"""Reader: path -> records, one line at a time, in bounded memory.
+
+Knows files, compression, and what may be wrong with a line. Does not know what events mean
+(`replay.py`). Reading needs no engine and no torch.
+
+A killed run leaves a trace without a footer, perhaps with its last line cut: both are warnings,
+and everything before is read. Anything else that is no record is an error with its line number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import msgspec
+import zstandard
+
+from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Record, Unknown, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MAX_LINE_BYTES = 256 * 1024 * 1024
+_TRUNCATED = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
+
+
+class UnreadableTraceError(ValueError):
+    """There is no trace to read, or it is broken before its end."""
+
+
+def read_trace(
+    source: str | Path | BinaryIO, *, warn: Callable[[str], None] | None = None
+) -> Iterator[Record]:
+    """Read a trace.
+
+    Args:
+        source: a path (.gz and .zst are decompressed), "-" for stdin, or an open binary file.
+        warn: takes a sentence about each thing that is wrong but survivable: a cut last line, a
+            missing footer, unknown events. Ignored if None.
+
+    Yields:
+        The Header first, then every event in its order, a Footer last if there is one.
+
+    Raises:
+        UnreadableTraceError: no such file, not a trace, or a line that is no record.
+        NewerTraceError: the trace's format is of a newer major version.
+    """
+    name = source if isinstance(source, str | Path) else "the trace"
+    file = _open(source) if isinstance(source, str | Path) else source
+    with file:
+        yield from _records(_lines(file, name), name, warn or _ignore)
+
+
+def _records(
+    lines: Iterator[tuple[int, bytes, bool]], name: str | Path, warn: Callable[[str], None]
+) -> Iterator[Record]:
+    unknown: Counter[str] = Counter()
+    record: Record | None = None
+    for number, line, is_whole in lines:
+        try:
+            record = decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if not is_whole and number > 1:
+                warn(f"{name}: the last line ({number}) is cut; everything before it was read")
+                return
+            raise UnreadableTraceError(_broken(name, number, line, error)) from error
+        if number == 1:
+            _check_header(record, name)
+        elif isinstance(record, Header):
+            raise UnreadableTraceError(f"{name}: line {number} is a second header")
+        if isinstance(record, Unknown):
+            unknown[record.event] += 1
+        yield record
+    if record is None:
+        raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
+    if unknown:
+        kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(unknown.items()))
+        warn(f"{name}: events of a newer nvtrace were passed over: {kinds}")
+    if not isinstance(record, Footer):
+        warn(f"{name} has no footer: the run was cut off; everything it wrote was read")
+
+
+def _check_header(record: Record, name: str | Path) -> None:
+    if not isinstance(record, Header) or record.schema != "nvtrace":
+        raise UnreadableTraceError(f"{name} is not an nvtrace trace: its first line is no header")
+    if record.version[0] > VERSION[0]:
+        raise NewerTraceError(
+            f"{name} has format version {record.version[0]}.{record.version[1]}, and this nvtrace "
+            f"reads up to {VERSION[0]}.x: install a newer nanovllm to read it"
+        )
+
+
+def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str:
+    if number == 1:
+        return f"{name} is not an nvtrace trace: its first line is no header"
+    shown = line[:60].decode("utf-8", "replace")
+    return f"{name}: line {number} is no record ({error}): {shown!r}"
+
+
+def _lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:
+    """(number, line, does it end in a newline) of each line that is not blank."""
+    number = 0
+    while True:
+        try:
+            line = file.readline(MAX_LINE_BYTES)
+        except _TRUNCATED as error:
+            if number == 0:
+                raise UnreadableTraceError(f"{name} cannot be decompressed ({error})") from error
+            return  # a compressed file without its end: a cut tail, said by the missing footer
+        except OSError as error:
+            raise UnreadableTraceError(f"{name} cannot be read ({error.strerror})") from error
+        if not line:
+            return
+        number += 1
+        if len(line) == MAX_LINE_BYTES:
+            raise UnreadableTraceError(f"{name}: line {number} is longer than any record")
+        if line.strip():
+            yield number, line, line.endswith(b"\n")
+
+
+def _open(source: str | Path) -> BinaryIO:
+    if str(source) == "-":
+        return sys.stdin.buffer
+    path = Path(source)
+    if path.is_dir():
+        raise UnreadableTraceError(f"{path} is a folder: name a trace file in it")
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise UnreadableTraceError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UnreadableTraceError(f"{path} cannot be opened ({error.strerror})") from error
+    if path.suffix == ".gz":
+        return cast("BinaryIO", gzip.open(file, "rb"))
+    if path.suffix == ".zst":
+        raw = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", raw)))
+    return file
+
+
+def _ignore(_message: str) -> None:
+    pass

@@ -1,0 +1,608 @@
+"""Recorder: an Observer that turns each moment of an engine into an event of the same name.
+
+    with record("trace.jsonl") as observer:
+        LLM(model, observer=observer).generate(prompts, sampling_params)
+
+Knows both vocabularies, the engine's (`nanovllm.observer`) and the trace's (`events.py`), and the
+clock. Does not decide anything. During a step it only notes (time, fields); at the step's end it
+builds the events and sends them down the pipeline, so that the step itself is disturbed little.
+
+Step times come from the moments themselves: what lies between `step_start` and `schedule_*` is
+scheduling, then preparing, then the forward pass, then sampling, and the rest is postprocessing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from typing_extensions import override
+
+from nanovllm import __version__
+from nanovllm.observer import Observer
+from nvtrace import events as ev
+from nvtrace.pipeline import Existing, Sink, make_logger, open_sink
+from nvtrace.envelope import Footer, Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Sequence as Seq
+
+    from structlog.typing import Processor
+
+    from nanovllm.config import Config
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.kv_cache import KVBudget
+    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence, SequenceStatus
+    from nanovllm.errors import RequestRefusedError
+    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.loader import LoadedWeights
+
+Tap = "Callable[[list[ev.Event]], None]"
+
+
+class _Note(NamedTuple):
+    """An event to be: phase None means the phase of the step's batch."""
+
+    cls: type[ev.Event]
+    ts_ns: int
+    phase: ev.Phase | None
+    fields: dict[str, Any]
+
+
+class _StepMarks:
+    """When each stage of the current step ended, in trace time."""
+
+    __slots__ = ("forward", "prepare", "sample", "schedule", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = self.schedule = self.prepare = self.forward = self.sample = start
+
+
+@contextmanager
+def record(
+    path: str | Path,
+    *,
+    processors: Iterable[Processor] = (),
+    tap: Callable[[list[ev.Event]], None] | None = None,
+    existing: Existing = "keep",
+) -> Iterator[Recorder]:
+    """Record one engine into a trace file.
+
+    Args:
+        path: the file to write; a name ending in .gz or .zst is compressed.
+        processors: structlog processors before the encoding one; each sees
+            {"event": name, "record": struct} and may raise structlog.DropEvent.
+        tap: called with the events of each step, after they are written.
+        existing: "keep" renames a file that is there, "replace" overwrites it, "error" raises.
+
+    Yields:
+        The observer to hand to one `LLM`.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    sink, kept = open_sink(Path(path), existing=existing)
+    recorder = Recorder(sink, processors=processors, tap=tap)
+    recorder.kept = kept
+    try:
+        yield recorder
+    except KeyboardInterrupt:
+        recorder.close("interrupted")
+        raise
+    except BaseException:
+        recorder.close("error")
+        raise
+    recorder.close("ok")
+
+
+class Recorder(Observer):
+    """Records one engine. Most users want `record(path)`.
+
+    Args:
+        sink: where the lines go.
+        processors, tap: see `record`.
+
+    Attributes:
+        sink: the same; `sink.error` tells whether a write failed.
+        num_events: events recorded so far.
+        kept: where a trace that was in the way has been renamed to.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        processors: Iterable[Processor] = (),
+        tap: Callable[[list[ev.Event]], None] | None = None,
+    ) -> None:
+        self.sink = sink
+        self.num_events = 0
+        self.kept: Path | None = None
+        self._logger = make_logger(sink, processors)
+        self._tap = tap
+        self._notes: list[_Note] = []
+        self._anchor = time.perf_counter_ns()
+        self._anchor_unix = time.time_ns()
+        self._header_written = False
+        self._closed = False
+        self._step: int | None = None
+        self._batch_phase: Literal["prefill", "decode"] = "prefill"
+        self._marks = _StepMarks(0)
+        self._last_init = 0
+        self._steps = {"prefill": 0, "decode": 0}  # of the engine
+        self._steps_before = dict(self._steps)  # when generate started
+
+    # -- bootstrap, init -------------------------------------------------------------------------
+
+    @override
+    def engine_init(self, config: Config, model_config: ModelConfig) -> None:
+        if self._header_written:
+            raise ValueError("this recorder has an engine already: one record() for each LLM")
+        self._write_header(asdict(config), asdict(model_config))
+        self._add(
+            ev.EngineInit,
+            "bootstrap",
+            model=config.model,
+            tp_size=config.tensor_parallel_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.kvcache_block_size,
+            device=config.device,
+            dtype=config.dtype,
+            attention_backend=config.attention_backend,
+            enforce_eager=config.enforce_eager,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.policy,
+            seed=config.seed,
+        )
+        self._last_init = self._now()
+
+    @override
+    def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
+        self._add(
+            ev.TpRuntimeInit,
+            "init",
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            backend=backend,
+        )
+
+    @override
+    def model_weights_loaded(self, loaded: LoadedWeights) -> None:
+        self._add(
+            ev.ModelWeightsLoaded,
+            "init",
+            num_files=loaded.num_files,
+            num_keys=loaded.num_keys,
+            num_bytes=loaded.num_bytes,
+            duration_ns=self._since_last_init(),
+        )
+
+    @override
+    def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
+        self._add(
+            ev.WarmupModel,
+            "init",
+            num_seqs=num_seqs,
+            seq_len=seq_len,
+            num_tokens=num_seqs * seq_len,
+            peak_bytes=peak_bytes,
+            duration_ns=self._since_last_init(),
+        )
+
+    @override
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        self._add(ev.KvBudgetEstimate, "init", **asdict(budget))
+        self._since_last_init()
+
+    @override
+    def cudagraph_skip(self, reason: str) -> None:
+        self._add(ev.CudagraphSkip, "init", reason=reason)
+
+    @override
+    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Seq[int]) -> None:
+        self._add(
+            ev.EngineReady,
+            "init",
+            num_kvcache_blocks=num_kvcache_blocks,
+            eos_token_ids=list(eos_token_ids),
+            duration_ns=self._now(),
+        )
+        self.drain()
+
+    # -- ingress, egress -------------------------------------------------------------------------
+
+    @override
+    def generate_start(self, num_prompts: int) -> None:
+        self._steps_before = dict(self._steps)
+        self._add(ev.GenerateStart, "ingress", n_prompts=num_prompts)
+
+    @override
+    def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
+        params = seq.sampling_params
+        self._add(
+            ev.RequestEnqueue,
+            "ingress",
+            seq_id=seq.seq_id,
+            prompt_len=seq.num_prompt_tokens,
+            max_tokens=params.max_tokens,
+            temperature=float(params.temperature),
+            top_k=params.top_k,
+            top_p=float(params.top_p),
+            seed=seq.seed,
+            ignore_eos=params.ignore_eos,
+            waiting_len=waiting_len,
+            prompt_token_ids=list(seq.token_ids),
+        )
+
+    @override
+    def request_refused(self, num_prompt_tokens: int, error: RequestRefusedError) -> None:
+        self._add(
+            ev.RequestRefused,
+            "ingress",
+            reason=error.reason,
+            prompt_len=num_prompt_tokens,
+            need=error.need,
+            have=error.have,
+        )
+
+    @override
+    def request_abort(self, seq: Sequence) -> None:
+        self._add(
+            ev.RequestAbort,
+            "ingress",
+            seq_id=seq.seq_id,
+            num_completion_tokens=seq.num_completion_tokens,
+        )
+
+    @override
+    def request_output(self, seq: Sequence, text: str) -> None:
+        self._add(
+            ev.RequestOutput,
+            "egress",
+            seq_id=seq.seq_id,
+            reason=seq.finish_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_completion_tokens=seq.num_completion_tokens,
+            text=text,
+        )
+
+    @override
+    def generate_finish(self, num_outputs: int) -> None:
+        prefill = self._steps["prefill"] - self._steps_before["prefill"]
+        decode = self._steps["decode"] - self._steps_before["decode"]
+        self._add(
+            ev.GenerateFinish,
+            "egress",
+            total_steps=prefill + decode,
+            prefill_steps=prefill,
+            decode_steps=decode,
+            n_outputs=num_outputs,
+        )
+        self.drain()
+
+    @override
+    def engine_error(self, error: BaseException) -> None:
+        self._add(
+            ev.EngineError, "postprocess", error_type=type(error).__name__, message=str(error)
+        )
+
+    @override
+    def engine_reset(self, seqs: list[Sequence]) -> None:
+        self._add(ev.EngineReset, "postprocess", seq_ids=[seq.seq_id for seq in seqs])
+        self._step = None
+        self.drain()
+
+    # -- a step: schedule ------------------------------------------------------------------------
+
+    @override
+    def step_start(self, engine_step: int) -> None:
+        self.drain()  # what came in between two steps
+        self._step = engine_step
+        self._marks = _StepMarks(self._now())
+
+    @override
+    def admission_stop(
+        self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
+    ) -> None:
+        self._add(
+            ev.AdmissionStop,
+            None,
+            reason=reason,
+            seq_id=seq.seq_id,
+            need=need,
+            have=have,
+            waiting_len=len(scheduler.waiting),
+        )
+
+    @override
+    def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
+        self._batch_phase = "prefill"
+        self._steps["prefill"] += 1
+        continues = batch.seqs[0].num_computed_tokens > batch.seqs[0].num_cached_tokens
+        self._add(
+            ev.SchedulePrefill,
+            "prefill",
+            reason="chunk_continues" if continues else "waiting_admissible",
+            engine_step=self._step,
+            scheduled=len(batch.seqs),
+            seq_ids=[seq.seq_id for seq in batch.seqs],
+            num_scheduled_tokens=list(batch.num_scheduled_tokens),
+            num_computed_tokens=[seq.num_computed_tokens for seq in batch.seqs],
+            num_cached_tokens=[seq.num_cached_tokens for seq in batch.seqs],
+            num_batched_tokens=sum(batch.num_scheduled_tokens),
+            token_budget=scheduler.max_num_batched_tokens,
+            waiting_len=len(scheduler.waiting),
+            running_len=len(scheduler.running),
+            free_blocks=scheduler.block_manager.num_free_blocks,
+        )
+        self._marks.schedule = self._now()
+
+    @override
+    def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
+        self._batch_phase = "decode"
+        self._add(
+            ev.ScheduleDecode,
+            "decode",
+            engine_step=self._step,
+            decode_step_index=self._steps["decode"],
+            scheduled=len(batch.seqs),
+            seq_ids=[seq.seq_id for seq in batch.seqs],
+            token_budget=scheduler.max_num_batched_tokens,
+            waiting_len=len(scheduler.waiting),
+            running_len=len(scheduler.running),
+            free_blocks=scheduler.block_manager.num_free_blocks,
+        )
+        self._steps["decode"] += 1
+        self._marks.schedule = self._now()
+
+    @override
+    def preempt(
+        self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
+    ) -> None:
+        self._add(
+            ev.Preempt,
+            None,
+            seq_id=victim.seq_id,
+            for_seq_id=for_seq.seq_id,
+            num_blocks_freed=len(freed),
+            num_tokens_to_recompute=num_computed_tokens,
+        )
+
+    @override
+    def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
+        phase: dict[str, ev.Phase] = {"admitted": "prefill", "preempted": "decode"}
+        self._add(
+            ev.StateTransition,
+            phase.get(reason, "postprocess"),
+            reason=reason,
+            seq_id=seq.seq_id,
+            previous=str(previous),
+            status=str(seq.status),
+            token_id=seq.token_ids[-1] if seq.num_completion_tokens else None,
+            num_completion_tokens=seq.num_completion_tokens,
+            max_tokens=seq.sampling_params.max_tokens,
+        )
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    @override
+    def blocks_share(self, seq: Sequence, block_id: int) -> None:
+        self._add_blocks(ev.BlocksShare, "prefill", seq, block_ids=[block_id])
+
+    @override
+    def blocks_revive(self, seq: Sequence, block_id: int) -> None:
+        self._add_blocks(ev.BlocksRevive, "prefill", seq, block_ids=[block_id])
+
+    @override
+    def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
+        self._add_blocks(ev.BlocksAllocate, "prefill", seq, block_ids=block_ids)
+
+    @override
+    def blocks_append(self, seq: Sequence, block_id: int) -> None:
+        self._add_blocks(ev.BlocksAppend, "decode", seq, block_ids=[block_id])
+
+    @override
+    def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
+        hexes = [chain_hash.hex() for chain_hash in hashes]
+        self._add_blocks(ev.BlocksHash, "postprocess", seq, block_ids=block_ids, hashes=hexes)
+
+    @override
+    def blocks_evict(self, block_id: int, chain_hash: bytes) -> None:
+        if self._notes and self._notes[-1].cls is ev.BlocksEvict:
+            fields = self._notes[-1].fields
+            fields["block_ids"].append(block_id)
+            fields["hashes"].append(chain_hash.hex())
+        else:
+            self._add(ev.BlocksEvict, None, block_ids=[block_id], hashes=[chain_hash.hex()])
+
+    @override
+    def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
+        self._add_blocks(ev.BlocksRelease, None, seq, block_ids=block_ids, freed=freed)
+
+    # -- a step: run, sample, end ----------------------------------------------------------------
+
+    @override
+    def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
+        self._add(
+            ev.PreparePrefillTensors,
+            "prefill",
+            flat_tokens=len(inputs.input_ids),
+            n_seqs=len(inputs.position_ranges),
+            max_seqlen_q=inputs.max_seqlen_q,
+            max_seqlen_k=inputs.max_seqlen_k,
+            has_block_tables=inputs.block_tables is not None,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            position_ranges=inputs.position_ranges,
+            slot_ranges=inputs.slot_ranges,
+        )
+        self._marks.prepare = self._now()
+
+    @override
+    def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
+        batch_size = len(inputs.input_ids)
+        self._add(
+            ev.PrepareDecodeTensors,
+            "decode",
+            batch_size=batch_size,
+            context_lens=inputs.context_lens,
+            slot_mapping=inputs.slot_mapping,
+            block_tables_shape=(batch_size, len(inputs.block_tables[0])),
+        )
+        self._marks.prepare = self._now()
+
+    @override
+    def run_eager(self, reason: str, num_tokens: int) -> None:
+        self._add(ev.RunEager, None, reason=reason, num_tokens=num_tokens)
+        self._marks.forward = self._marks.sample = self._now()
+
+    @override
+    def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
+        self._add(
+            ev.SampleTokens,
+            None,
+            seq_ids=[seq.seq_id for seq in seqs],
+            temperatures=[float(seq.sampling_params.temperature) for seq in seqs],
+            token_ids=token_ids,
+        )
+        self._marks.sample = self._now()
+
+    @override
+    def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
+        now, marks = self._now(), self._marks
+        is_prefill = batch.phase == "prefill"
+        num_seqs = len(batch.seqs)
+        self._add(
+            ev.StepEnd,
+            "postprocess",
+            batch_phase=batch.phase,
+            num_seqs=num_seqs,
+            num_batched_tokens=sum(batch.num_scheduled_tokens),
+            num_tokens_stat=sum(s.num_tokens for s in batch.seqs) if is_prefill else -num_seqs,
+            finished=[seq.seq_id for seq in finished],
+            waiting_len=len(scheduler.waiting),
+            running_len=len(scheduler.running),
+            free_blocks=scheduler.block_manager.num_free_blocks,
+            wall_ns=now - marks.start,
+            schedule_ns=marks.schedule - marks.start,
+            prepare_ns=marks.prepare - marks.schedule,
+            forward_ns=marks.forward - marks.prepare,
+            sample_ns=marks.sample - marks.forward,
+            postprocess_ns=now - marks.sample,
+            gpu_ns=None,
+        )
+        self.drain()
+        self._step = None
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Send everything noted so far down the pipeline, and flush."""
+        notes, self._notes = self._notes, []
+        drained = []
+        for note in notes:
+            self.num_events += 1
+            event = note.cls(
+                event_id=self.num_events,
+                ts_ns=note.ts_ns,
+                step=self._step,
+                phase=note.phase or self._batch_phase,
+                **note.fields,
+            )
+            self._logger.emit(event)
+            drained.append(event)
+        if drained:
+            self.sink.flush()
+            if self._tap is not None:
+                self._tap(drained)
+
+    def close(self, exit_: Literal["ok", "error", "interrupted"] = "ok") -> None:
+        """Drain, write the footer and close the file. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._header_written:
+            self._write_header({}, {})
+        self.drain()
+        self._logger.emit(
+            Footer(event_id=self.num_events + 1, num_events=self.num_events, exit=exit_)
+        )
+        self.sink.close()
+
+    def _add(self, cls: type[ev.Event], phase: ev.Phase | None, **fields: Any) -> None:  # noqa: ANN401 - each struct's own fields; the tests decode every event they make
+        self._notes.append(_Note(cls, self._now(), phase, fields))
+
+    def _add_blocks(
+        self,
+        cls: type[ev.Event],
+        phase: ev.Phase | None,
+        seq: Sequence,
+        **lists: list[Any],
+    ) -> None:
+        """Note a page operation; one that follows another of its kind joins it."""
+        if not self._notes or self._notes[-1].cls is not cls:
+            self._add(cls, phase, seq_ids=[], **{name: [] for name in lists})
+        fields = self._notes[-1].fields
+        if not fields["seq_ids"] or fields["seq_ids"][-1] != seq.seq_id:
+            fields["seq_ids"].append(seq.seq_id)
+            for name in lists:
+                fields[name].append([])
+        for name, values in lists.items():
+            fields[name][-1].extend(values)
+
+    def _now(self) -> int:
+        return time.perf_counter_ns() - self._anchor
+
+    def _since_last_init(self) -> int:
+        now = self._now()
+        duration, self._last_init = now - self._last_init, now
+        return duration
+
+    def _write_header(self, config: dict[str, Any], model: dict[str, Any]) -> None:
+        self._header_written = True
+        created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
+        self._logger.emit(
+            Header(
+                run_id=uuid.uuid4().hex,
+                rank=0,
+                world_size=1,
+                created=created.isoformat(),
+                clock={
+                    "unit": "ns",
+                    "source": "time.perf_counter_ns",
+                    "anchor_unix_ns": self._anchor_unix,
+                },
+                engine={"name": "nanovllm", "version": __version__},
+                environment=_environment(),
+                model=model,
+                config=config,
+            )
+        )
+
+
+def _environment() -> dict[str, Any]:
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:  # a torch that was built by hand
+        torch_version = "unknown"
+    return {
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "platform": platform.system(),
+        "machine": platform.machine(),
+        "num_cpus": os.cpu_count(),
+    }

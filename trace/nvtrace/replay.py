@@ -1,0 +1,277 @@
+"""Replay: the fold that rebuilds an engine's state from its trace.
+
+    state(n + 1) = apply(state(n), event n)
+
+Knows what each event does to queues, pages and tokens; nothing else in the house has to. Does not
+know the engine: that the two agree after every schedule() and every postprocess() is the strongest
+test in the house. Needs no torch.
+
+The one rule it shares with the block manager is where a freed page goes in the free list: to the
+head if it holds nothing worth keeping, to the tail if it is published.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.envelope import Footer, Header, Record, Unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class InconsistentTraceError(ValueError):
+    """An event says something that cannot follow from those before it."""
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One request, as its events tell it."""
+
+    seq_id: int
+    prompt_len: int
+    max_tokens: int
+    token_ids: list[int]
+    status: ev.Status = "WAITING"
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_len
+
+
+class State:
+    """An engine's state, rebuilt.
+
+    Attributes:
+        waiting, running: the queues, as seq_ids in their order.
+        sequences: every request seen so far, ended ones included.
+        block_size, num_blocks: of the page pool.
+        ref_counts: for each page, the tables that hold it.
+        free_blocks: the free pages, next taken first.
+        block_hashes: published pages and their hashes.
+        cached_blocks: the same the other way round.
+        engine_step: the last step that was scheduled.
+    """
+
+    def __init__(self) -> None:
+        self.block_size = 0
+        self.num_blocks = 0
+        self.engine_step = 0
+        self.sequences: dict[int, SequenceState] = {}
+        self._scheduled: dict[int, int] = {}  # tokens each sequence computes in this step
+        self._clear_pool()
+
+    def _clear_pool(self) -> None:
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+        self.ref_counts = [0] * self.num_blocks
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self.block_hashes: dict[int, str] = {}
+        self.cached_blocks: dict[str, int] = {}
+
+    def apply(self, record: Record) -> None:
+        """Take in one record.
+
+        Raises:
+            InconsistentTraceError: it cannot follow from what came before.
+        """
+        handler = _HANDLERS.get(type(record))
+        if handler is None:
+            return
+        try:
+            handler(self, record)
+        except (KeyError, IndexError, ValueError) as error:
+            assert isinstance(record, ev.Event)  # noqa: S101 - only events have handlers
+            raise InconsistentTraceError(
+                f"event {record.event_id} ({ev.tag_of(record)}, step {record.step}) does not "
+                f"follow from the events before it: {type(error).__name__} {error}"
+            ) from error
+
+    # -- the engine's shape ----------------------------------------------------------------------
+
+    def _engine_init(self, event: ev.EngineInit) -> None:
+        self.block_size = event.block_size
+
+    def _engine_ready(self, event: ev.EngineReady) -> None:
+        self.num_blocks = event.num_kvcache_blocks
+        self._clear_pool()
+
+    def _engine_reset(self, event: ev.EngineReset) -> None:
+        for seq_id in event.seq_ids:
+            seq = self.sequences[seq_id]
+            seq.status, seq.finish_reason, seq.block_table = "FINISHED", "aborted", []
+        self._scheduled = {}
+        self._clear_pool()
+
+    # -- queues ----------------------------------------------------------------------------------
+
+    def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
+        self.sequences[event.seq_id] = SequenceState(
+            event.seq_id, event.prompt_len, event.max_tokens, list(event.prompt_token_ids)
+        )
+        self.waiting.append(event.seq_id)
+
+    def _state_transition(self, event: ev.StateTransition) -> None:
+        seq = self.sequences[event.seq_id]
+        (self.waiting if event.previous == "WAITING" else self.running).remove(event.seq_id)
+        seq.status = event.status
+        if event.status == "RUNNING":
+            self.running.append(event.seq_id)
+            seq.num_prefill_tokens = len(seq.token_ids)
+        elif event.status == "WAITING":
+            self.waiting.insert(0, event.seq_id)
+            seq.num_preemptions += 1
+        else:
+            seq.finish_reason = event.reason
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def _blocks_reuse(self, event: ev.BlocksShare | ev.BlocksRevive) -> None:
+        for seq_id, block_ids in zip(event.seq_ids, event.block_ids, strict=True):
+            seq = self.sequences[seq_id]
+            for block_id in block_ids:
+                if isinstance(event, ev.BlocksRevive):
+                    del self.free_blocks[block_id]
+                self.ref_counts[block_id] += 1
+                seq.block_table.append(block_id)
+                seq.num_computed_tokens += self.block_size
+                seq.num_cached_tokens += self.block_size
+
+    def _blocks_take(self, event: ev.BlocksAllocate | ev.BlocksAppend) -> None:
+        for seq_id, block_ids in zip(event.seq_ids, event.block_ids, strict=True):
+            for block_id in block_ids:
+                del self.free_blocks[block_id]
+                self.ref_counts[block_id] = 1
+                self.sequences[seq_id].block_table.append(block_id)
+
+    def _blocks_evict(self, event: ev.BlocksEvict) -> None:
+        for block_id in event.block_ids:
+            del self.cached_blocks[self.block_hashes.pop(block_id)]
+
+    def _blocks_hash(self, event: ev.BlocksHash) -> None:
+        for block_ids, hashes in zip(event.block_ids, event.hashes, strict=True):
+            for block_id, chain_hash in zip(block_ids, hashes, strict=True):
+                self.block_hashes[block_id] = chain_hash
+                self.cached_blocks[chain_hash] = block_id
+
+    def _blocks_release(self, event: ev.BlocksRelease) -> None:
+        for seq_id, block_ids, freed in zip(
+            event.seq_ids, event.block_ids, event.freed, strict=True
+        ):
+            for block_id in block_ids:
+                self.ref_counts[block_id] -= 1
+            for block_id in freed:
+                self.free_blocks[block_id] = None
+                if block_id not in self.block_hashes:
+                    self.free_blocks.move_to_end(block_id, last=False)
+            seq = self.sequences[seq_id]
+            seq.block_table = []
+            seq.num_computed_tokens = seq.num_cached_tokens = 0
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _schedule_prefill(self, event: ev.SchedulePrefill) -> None:
+        self.engine_step = event.engine_step
+        self._scheduled = dict(zip(event.seq_ids, event.num_scheduled_tokens, strict=True))
+
+    def _schedule_decode(self, event: ev.ScheduleDecode) -> None:
+        self.engine_step = event.engine_step
+        self._scheduled = dict.fromkeys(event.seq_ids, 1)
+
+    def _model_ran(self, _event: ev.RunEager) -> None:
+        for seq_id, num_tokens in self._scheduled.items():
+            self.sequences[seq_id].num_computed_tokens += num_tokens
+        self._scheduled = {}
+
+    def _sample_tokens(self, event: ev.SampleTokens) -> None:
+        for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
+            self.sequences[seq_id].token_ids.append(token_id)
+
+
+_HANDLERS: dict[type, Callable[[State, Record], None]] = {
+    ev.EngineInit: State._engine_init,
+    ev.EngineReady: State._engine_ready,
+    ev.EngineReset: State._engine_reset,
+    ev.RequestEnqueue: State._request_enqueue,
+    ev.StateTransition: State._state_transition,
+    ev.BlocksShare: State._blocks_reuse,
+    ev.BlocksRevive: State._blocks_reuse,
+    ev.BlocksAllocate: State._blocks_take,
+    ev.BlocksAppend: State._blocks_take,
+    ev.BlocksEvict: State._blocks_evict,
+    ev.BlocksHash: State._blocks_hash,
+    ev.BlocksRelease: State._blocks_release,
+    ev.SchedulePrefill: State._schedule_prefill,
+    ev.ScheduleDecode: State._schedule_decode,
+    ev.RunEager: State._model_ran,
+    ev.SampleTokens: State._sample_tokens,
+}
+
+
+@dataclass(slots=True)
+class Step:
+    """One engine step and what led up to it.
+
+    Attributes:
+        index: the engine_step.
+        before: events since the step before (arrivals, outputs).
+        events: the step's own events.
+        schedule: what was decided; None if the trace ends before.
+        end: its STEP_END; None if the trace ends, or an error struck, before.
+        state: the state after it. It goes on changing: copy what you keep.
+    """
+
+    index: int
+    before: list[ev.Event]
+    state: State
+    events: list[ev.Event] = field(default_factory=list)
+    schedule: ev.SchedulePrefill | ev.ScheduleDecode | None = None
+    end: ev.StepEnd | None = None
+
+
+def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterator[Step]:
+    """Fold records and group them by step.
+
+    Args:
+        records: what `read_trace` yields.
+        state: the state to start from; a new one if None. What comes after the last step is
+            applied to it as well, and its events are in a last Step of index 0.
+
+    Raises:
+        InconsistentTraceError: an event cannot follow from those before it.
+    """
+    state = State() if state is None else state
+    before: list[ev.Event] = []
+    step: Step | None = None
+    for record in records:
+        if isinstance(record, Header | Footer | Unknown):
+            continue
+        if step is not None and record.step != step.index:
+            yield step
+            step = None
+        state.apply(record)
+        if record.step is None:
+            before.append(record)
+            continue
+        if step is None:
+            step = Step(record.step, before, state)
+            before = []
+        step.events.append(record)
+        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode):
+            step.schedule = record
+        elif isinstance(record, ev.StepEnd):
+            step.end = record
+    if step is not None:
+        yield step
+    if before:
+        yield Step(0, before, state)

@@ -114,14 +114,14 @@ class Observer:
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` got new pages at its admission."""
 
-    def blocks_append(self, seq: Sequence, block_id: int) -> None:
+    def blocks_append(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` got one new page, as its last token crossed a page boundary."""
 
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
         """Full, computed pages of `seq` were published."""
 
-    def blocks_evict(self, block_id: int, chain_hash: bytes) -> None:
-        """A free published page lost its contents: it is about to be used anew."""
+    def blocks_evict(self, block_ids: list[int], hashes: list[bytes]) -> None:
+        """Free published pages lost their contents: they are about to be used anew."""
 
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
         """`seq` gave up its pages, in this order; `freed` are those nobody else holds."""

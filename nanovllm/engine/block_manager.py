@@ -109,8 +109,7 @@ class BlockManager:
             else:
                 del self.free_blocks[block_id]
                 self.observer.blocks_revive(seq, block_id)
-        num_new = self.blocks_for(seq.num_tokens) - len(prefix)
-        block_ids = [self._take_block() for _ in range(num_new)]
+        block_ids = self._take_blocks(self.blocks_for(seq.num_tokens) - len(prefix))
         seq.block_table.extend(block_ids)
         seq.num_cached_tokens = seq.num_computed_tokens = len(prefix) * self.block_size
         self.observer.blocks_allocate(seq, block_ids)
@@ -132,9 +131,9 @@ class BlockManager:
     def may_append(self, seq: Sequence) -> None:
         """Take one more page for `seq` if its last token needs it (said once a page)."""
         if self.needs_block(seq):
-            block_id = self._take_block()
-            seq.block_table.append(block_id)
-            self.observer.blocks_append(seq, block_id)
+            block_ids = self._take_blocks(1)
+            seq.block_table.extend(block_ids)
+            self.observer.blocks_append(seq, block_ids)
 
     # -- after the computation -------------------------------------------------------------------
 
@@ -175,15 +174,22 @@ class BlockManager:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _take_block(self) -> int:
-        block_id, _ = self.free_blocks.popitem(last=False)
-        self.ref_counts[block_id] = 1
-        chain_hash = self.block_hashes[block_id]
-        if chain_hash is not None:
-            del self.cached_blocks[chain_hash]
-            self.block_hashes[block_id] = None
-            self.observer.blocks_evict(block_id, chain_hash)
-        return block_id
+    def _take_blocks(self, num_blocks: int) -> list[int]:
+        """Take pages from the free list's head; published ones lose their contents."""
+        block_ids = [self.free_blocks.popitem(last=False)[0] for _ in range(num_blocks)]
+        evicted: list[int] = []
+        hashes: list[bytes] = []
+        for block_id in block_ids:
+            self.ref_counts[block_id] = 1
+            chain_hash = self.block_hashes[block_id]
+            if chain_hash is not None:
+                del self.cached_blocks[chain_hash]
+                self.block_hashes[block_id] = None
+                evicted.append(block_id)
+                hashes.append(chain_hash)
+        if evicted:
+            self.observer.blocks_evict(evicted, hashes)
+        return block_ids
 
     def _chain_hash(self, seq: Sequence, index: int) -> bytes:
         """The hash of block `index` of `seq` and of all before it (128 bits, kept on `seq`)."""

@@ -1,7 +1,8 @@
 """Tokenizer: text <-> token ids, through the checkpoint's own transformers tokenizer.
 
-Knows the folder. Does not know chat templates (the caller applies them, as in the article's
-example). Loaded at its first use: prompts given as token ids need none until text goes out.
+Knows the folder. `generate` takes prompts as they are: whoever wants the chat template applies it
+first, as the article's example does. Loaded at its first use: prompts given as token ids need none
+until text goes out.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ class Tokenizer:
         token_ids: list[int] = self._tokenizer.encode(text)
         return token_ids
 
+    def apply_chat_template(self, message: str) -> str:
+        """The prompt in which a user says `message` and the assistant is about to answer.
+
+        A tokenizer without a chat template is for a base model: the message is the prompt.
+        """
+        if not self._tokenizer.chat_template:
+            return message
+        turn = [{"role": "user", "content": message}]
+        return str(
+            self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        )
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of `token_ids`, special tokens (the end of a turn) left out.
 
@@ -61,8 +74,7 @@ class Tokenizer:
         """
         if not self.exists:
             return ""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end-of-sequence token, if it names one."""

@@ -17,7 +17,15 @@ _HOMES = {
     "State": "nvtrace.replay",
     "fold_steps": "nvtrace.replay",
 }
-__all__ = ["NewerTraceError", "Recorder", "State", "UnreadableTraceError", "fold_steps", "read_trace", "record"]  # noqa: PLE0604, F822 - see _HOMES
+__all__ = [
+    "NewerTraceError",
+    "Recorder",
+    "State",
+    "UnreadableTraceError",
+    "fold_steps",
+    "read_trace",
+    "record",
+]  # noqa: PLE0604, F822 - see _HOMES
 
 
 def __getattr__(name: str) -> object:

@@ -41,7 +41,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 
     def emit(self, record: Header | Footer | Event) -> None:
         """Send one record down the pipeline."""
-        self._proxy_to_logger("write", record.__struct_config__.tag, record=record)
+        self._proxy_to_logger("write", str(record.__struct_config__.tag), record=record)
 
 
 def make_logger(sink: Sink, processors: Iterable[Processor] = ()) -> TraceLogger:

@@ -13,24 +13,17 @@ scheduling, then preparing, then the forward pass, then sampling, and the rest i
 
 from __future__ import annotations
 
-import os
-import platform
-import time
-import uuid
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nanovllm import __version__
 from nanovllm.observer import Observer
 from nvtrace import events as ev
-from nvtrace.pipeline import Existing, Sink, make_logger, open_sink
-from nvtrace.envelope import Footer, Header
+from nvtrace.pipeline import Existing, Sink, open_sink
+from nvtrace.writer import Exit, TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,17 +40,6 @@ if TYPE_CHECKING:
     from nanovllm.errors import RequestRefusedError
     from nanovllm.models.config import ModelConfig
     from nanovllm.utils.loader import LoadedWeights
-
-Tap = "Callable[[list[ev.Event]], None]"
-
-
-class _Note(NamedTuple):
-    """An event to be: phase None means the phase of the step's batch."""
-
-    cls: type[ev.Event]
-    ts_ns: int
-    phase: ev.Phase | None
-    fields: dict[str, Any]
 
 
 class _StepMarks:
@@ -114,8 +96,7 @@ class Recorder(Observer):
         processors, tap: see `record`.
 
     Attributes:
-        sink: the same; `sink.error` tells whether a write failed.
-        num_events: events recorded so far.
+        trace: the writer; `trace.sink.error` tells whether a write failed.
         kept: where a trace that was in the way has been renamed to.
     """
 
@@ -126,18 +107,8 @@ class Recorder(Observer):
         processors: Iterable[Processor] = (),
         tap: Callable[[list[ev.Event]], None] | None = None,
     ) -> None:
-        self.sink = sink
-        self.num_events = 0
+        self.trace = TraceWriter(sink, processors, tap)
         self.kept: Path | None = None
-        self._logger = make_logger(sink, processors)
-        self._tap = tap
-        self._notes: list[_Note] = []
-        self._anchor = time.perf_counter_ns()
-        self._anchor_unix = time.time_ns()
-        self._header_written = False
-        self._closed = False
-        self._step: int | None = None
-        self._batch_phase: Literal["prefill", "decode"] = "prefill"
         self._marks = _StepMarks(0)
         self._last_init = 0
         self._steps = {"prefill": 0, "decode": 0}  # of the engine
@@ -147,10 +118,10 @@ class Recorder(Observer):
 
     @override
     def engine_init(self, config: Config, model_config: ModelConfig) -> None:
-        if self._header_written:
+        if self.trace.has_header:
             raise ValueError("this recorder has an engine already: one record() for each LLM")
-        self._write_header(asdict(config), asdict(model_config))
-        self._add(
+        self.trace.write_header(asdict(config), asdict(model_config))
+        self.trace.add(
             ev.EngineInit,
             "bootstrap",
             model=config.model,
@@ -167,11 +138,11 @@ class Recorder(Observer):
             policy=config.policy,
             seed=config.seed,
         )
-        self._last_init = self._now()
+        self._last_init = self.trace.now()
 
     @override
     def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
-        self._add(
+        self.trace.add(
             ev.TpRuntimeInit,
             "init",
             rank=rank,
@@ -182,7 +153,7 @@ class Recorder(Observer):
 
     @override
     def model_weights_loaded(self, loaded: LoadedWeights) -> None:
-        self._add(
+        self.trace.add(
             ev.ModelWeightsLoaded,
             "init",
             num_files=loaded.num_files,
@@ -193,7 +164,7 @@ class Recorder(Observer):
 
     @override
     def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
-        self._add(
+        self.trace.add(
             ev.WarmupModel,
             "init",
             num_seqs=num_seqs,
@@ -205,35 +176,35 @@ class Recorder(Observer):
 
     @override
     def kv_budget_estimate(self, budget: KVBudget) -> None:
-        self._add(ev.KvBudgetEstimate, "init", **asdict(budget))
+        self.trace.add(ev.KvBudgetEstimate, "init", **asdict(budget))
         self._since_last_init()
 
     @override
     def cudagraph_skip(self, reason: str) -> None:
-        self._add(ev.CudagraphSkip, "init", reason=reason)
+        self.trace.add(ev.CudagraphSkip, "init", reason=reason)
 
     @override
     def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Seq[int]) -> None:
-        self._add(
+        self.trace.add(
             ev.EngineReady,
             "init",
             num_kvcache_blocks=num_kvcache_blocks,
             eos_token_ids=list(eos_token_ids),
-            duration_ns=self._now(),
+            duration_ns=self.trace.now(),
         )
-        self.drain()
+        self.trace.drain()
 
     # -- ingress, egress -------------------------------------------------------------------------
 
     @override
     def generate_start(self, num_prompts: int) -> None:
         self._steps_before = dict(self._steps)
-        self._add(ev.GenerateStart, "ingress", n_prompts=num_prompts)
+        self.trace.add(ev.GenerateStart, "ingress", n_prompts=num_prompts)
 
     @override
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
         params = seq.sampling_params
-        self._add(
+        self.trace.add(
             ev.RequestEnqueue,
             "ingress",
             seq_id=seq.seq_id,
@@ -250,7 +221,7 @@ class Recorder(Observer):
 
     @override
     def request_refused(self, num_prompt_tokens: int, error: RequestRefusedError) -> None:
-        self._add(
+        self.trace.add(
             ev.RequestRefused,
             "ingress",
             reason=error.reason,
@@ -261,7 +232,7 @@ class Recorder(Observer):
 
     @override
     def request_abort(self, seq: Sequence) -> None:
-        self._add(
+        self.trace.add(
             ev.RequestAbort,
             "ingress",
             seq_id=seq.seq_id,
@@ -270,7 +241,7 @@ class Recorder(Observer):
 
     @override
     def request_output(self, seq: Sequence, text: str) -> None:
-        self._add(
+        self.trace.add(
             ev.RequestOutput,
             "egress",
             seq_id=seq.seq_id,
@@ -284,7 +255,7 @@ class Recorder(Observer):
     def generate_finish(self, num_outputs: int) -> None:
         prefill = self._steps["prefill"] - self._steps_before["prefill"]
         decode = self._steps["decode"] - self._steps_before["decode"]
-        self._add(
+        self.trace.add(
             ev.GenerateFinish,
             "egress",
             total_steps=prefill + decode,
@@ -292,33 +263,33 @@ class Recorder(Observer):
             decode_steps=decode,
             n_outputs=num_outputs,
         )
-        self.drain()
+        self.trace.drain()
 
     @override
     def engine_error(self, error: BaseException) -> None:
-        self._add(
+        self.trace.add(
             ev.EngineError, "postprocess", error_type=type(error).__name__, message=str(error)
         )
 
     @override
     def engine_reset(self, seqs: list[Sequence]) -> None:
-        self._add(ev.EngineReset, "postprocess", seq_ids=[seq.seq_id for seq in seqs])
-        self._step = None
-        self.drain()
+        self.trace.add(ev.EngineReset, "postprocess", seq_ids=[seq.seq_id for seq in seqs])
+        self.trace.drain()
+        self.trace.step = None
 
     # -- a step: schedule ------------------------------------------------------------------------
 
     @override
     def step_start(self, engine_step: int) -> None:
-        self.drain()  # what came in between two steps
-        self._step = engine_step
-        self._marks = _StepMarks(self._now())
+        self.trace.drain()  # what came in between two steps
+        self.trace.step = engine_step
+        self._marks = _StepMarks(self.trace.now())
 
     @override
     def admission_stop(
         self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
     ) -> None:
-        self._add(
+        self.trace.add(
             ev.AdmissionStop,
             None,
             reason=reason,
@@ -330,14 +301,14 @@ class Recorder(Observer):
 
     @override
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
-        self._batch_phase = "prefill"
+        self.trace.batch_phase = "prefill"
         self._steps["prefill"] += 1
         continues = batch.seqs[0].num_computed_tokens > batch.seqs[0].num_cached_tokens
-        self._add(
+        self._marks.schedule = self.trace.add(
             ev.SchedulePrefill,
             "prefill",
             reason="chunk_continues" if continues else "waiting_admissible",
-            engine_step=self._step,
+            engine_step=self.trace.step,
             scheduled=len(batch.seqs),
             seq_ids=[seq.seq_id for seq in batch.seqs],
             num_scheduled_tokens=list(batch.num_scheduled_tokens),
@@ -349,15 +320,14 @@ class Recorder(Observer):
             running_len=len(scheduler.running),
             free_blocks=scheduler.block_manager.num_free_blocks,
         )
-        self._marks.schedule = self._now()
 
     @override
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        self._batch_phase = "decode"
-        self._add(
+        self.trace.batch_phase = "decode"
+        self.trace.add(
             ev.ScheduleDecode,
             "decode",
-            engine_step=self._step,
+            engine_step=self.trace.step,
             decode_step_index=self._steps["decode"],
             scheduled=len(batch.seqs),
             seq_ids=[seq.seq_id for seq in batch.seqs],
@@ -367,13 +337,13 @@ class Recorder(Observer):
             free_blocks=scheduler.block_manager.num_free_blocks,
         )
         self._steps["decode"] += 1
-        self._marks.schedule = self._now()
+        self._marks.schedule = self.trace.now()
 
     @override
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:
-        self._add(
+        self.trace.add(
             ev.Preempt,
             None,
             seq_id=victim.seq_id,
@@ -385,7 +355,7 @@ class Recorder(Observer):
     @override
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
         phase: dict[str, ev.Phase] = {"admitted": "prefill", "preempted": "decode"}
-        self._add(
+        self.trace.add(
             ev.StateTransition,
             phase.get(reason, "postprocess"),
             reason=reason,
@@ -401,43 +371,41 @@ class Recorder(Observer):
 
     @override
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
-        self._add_blocks(ev.BlocksShare, "prefill", seq, block_ids=[block_id])
+        self.trace.add_grouped(ev.BlocksShare, "prefill", seq.seq_id, block_ids=[block_id])
 
     @override
     def blocks_revive(self, seq: Sequence, block_id: int) -> None:
-        self._add_blocks(ev.BlocksRevive, "prefill", seq, block_ids=[block_id])
+        self.trace.add_grouped(ev.BlocksRevive, "prefill", seq.seq_id, block_ids=[block_id])
 
     @override
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
-        self._add_blocks(ev.BlocksAllocate, "prefill", seq, block_ids=block_ids)
+        self.trace.add_grouped(ev.BlocksAllocate, "prefill", seq.seq_id, block_ids=block_ids)
 
     @override
-    def blocks_append(self, seq: Sequence, block_id: int) -> None:
-        self._add_blocks(ev.BlocksAppend, "decode", seq, block_ids=[block_id])
+    def blocks_append(self, seq: Sequence, block_ids: list[int]) -> None:
+        self.trace.add_grouped(ev.BlocksAppend, "decode", seq.seq_id, block_ids=block_ids)
 
     @override
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
         hexes = [chain_hash.hex() for chain_hash in hashes]
-        self._add_blocks(ev.BlocksHash, "postprocess", seq, block_ids=block_ids, hashes=hexes)
+        self.trace.add_grouped(
+            ev.BlocksHash, "postprocess", seq.seq_id, block_ids=block_ids, hashes=hexes
+        )
 
     @override
-    def blocks_evict(self, block_id: int, chain_hash: bytes) -> None:
-        if self._notes and self._notes[-1].cls is ev.BlocksEvict:
-            fields = self._notes[-1].fields
-            fields["block_ids"].append(block_id)
-            fields["hashes"].append(chain_hash.hex())
-        else:
-            self._add(ev.BlocksEvict, None, block_ids=[block_id], hashes=[chain_hash.hex()])
+    def blocks_evict(self, block_ids: list[int], hashes: list[bytes]) -> None:
+        hexes = [chain_hash.hex() for chain_hash in hashes]
+        self.trace.add(ev.BlocksEvict, None, block_ids=block_ids, hashes=hexes)
 
     @override
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
-        self._add_blocks(ev.BlocksRelease, None, seq, block_ids=block_ids, freed=freed)
+        self.trace.add_grouped(ev.BlocksRelease, None, seq.seq_id, block_ids=block_ids, freed=freed)
 
     # -- a step: run, sample, end ----------------------------------------------------------------
 
     @override
     def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
-        self._add(
+        self._marks.prepare = self.trace.add(
             ev.PreparePrefillTensors,
             "prefill",
             flat_tokens=len(inputs.input_ids),
@@ -450,12 +418,11 @@ class Recorder(Observer):
             position_ranges=inputs.position_ranges,
             slot_ranges=inputs.slot_ranges,
         )
-        self._marks.prepare = self._now()
 
     @override
     def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
         batch_size = len(inputs.input_ids)
-        self._add(
+        self._marks.prepare = self.trace.add(
             ev.PrepareDecodeTensors,
             "decode",
             batch_size=batch_size,
@@ -463,30 +430,28 @@ class Recorder(Observer):
             slot_mapping=inputs.slot_mapping,
             block_tables_shape=(batch_size, len(inputs.block_tables[0])),
         )
-        self._marks.prepare = self._now()
 
     @override
     def run_eager(self, reason: str, num_tokens: int) -> None:
-        self._add(ev.RunEager, None, reason=reason, num_tokens=num_tokens)
-        self._marks.forward = self._marks.sample = self._now()
+        now = self.trace.add(ev.RunEager, None, reason=reason, num_tokens=num_tokens)
+        self._marks.forward = self._marks.sample = now
 
     @override
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
-        self._add(
+        self._marks.sample = self.trace.add(
             ev.SampleTokens,
             None,
             seq_ids=[seq.seq_id for seq in seqs],
             temperatures=[float(seq.sampling_params.temperature) for seq in seqs],
             token_ids=token_ids,
         )
-        self._marks.sample = self._now()
 
     @override
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
-        now, marks = self._now(), self._marks
+        now, marks = self.trace.now(), self._marks
         is_prefill = batch.phase == "prefill"
         num_seqs = len(batch.seqs)
-        self._add(
+        self.trace.add(
             ev.StepEnd,
             "postprocess",
             batch_phase=batch.phase,
@@ -505,104 +470,14 @@ class Recorder(Observer):
             postprocess_ns=now - marks.sample,
             gpu_ns=None,
         )
-        self.drain()
-        self._step = None
+        self.trace.drain()
+        self.trace.step = None
 
-    # -- inside ----------------------------------------------------------------------------------
-
-    def drain(self) -> None:
-        """Send everything noted so far down the pipeline, and flush."""
-        notes, self._notes = self._notes, []
-        drained = []
-        for note in notes:
-            self.num_events += 1
-            event = note.cls(
-                event_id=self.num_events,
-                ts_ns=note.ts_ns,
-                step=self._step,
-                phase=note.phase or self._batch_phase,
-                **note.fields,
-            )
-            self._logger.emit(event)
-            drained.append(event)
-        if drained:
-            self.sink.flush()
-            if self._tap is not None:
-                self._tap(drained)
-
-    def close(self, exit_: Literal["ok", "error", "interrupted"] = "ok") -> None:
-        """Drain, write the footer and close the file. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self._header_written:
-            self._write_header({}, {})
-        self.drain()
-        self._logger.emit(
-            Footer(event_id=self.num_events + 1, num_events=self.num_events, exit=exit_)
-        )
-        self.sink.close()
-
-    def _add(self, cls: type[ev.Event], phase: ev.Phase | None, **fields: Any) -> None:  # noqa: ANN401 - each struct's own fields; the tests decode every event they make
-        self._notes.append(_Note(cls, self._now(), phase, fields))
-
-    def _add_blocks(
-        self,
-        cls: type[ev.Event],
-        phase: ev.Phase | None,
-        seq: Sequence,
-        **lists: list[Any],
-    ) -> None:
-        """Note a page operation; one that follows another of its kind joins it."""
-        if not self._notes or self._notes[-1].cls is not cls:
-            self._add(cls, phase, seq_ids=[], **{name: [] for name in lists})
-        fields = self._notes[-1].fields
-        if not fields["seq_ids"] or fields["seq_ids"][-1] != seq.seq_id:
-            fields["seq_ids"].append(seq.seq_id)
-            for name in lists:
-                fields[name].append([])
-        for name, values in lists.items():
-            fields[name][-1].extend(values)
-
-    def _now(self) -> int:
-        return time.perf_counter_ns() - self._anchor
+    def close(self, exit_: Exit = "ok") -> None:
+        """Write what is left and the footer. A second call does nothing."""
+        self.trace.close(exit_)
 
     def _since_last_init(self) -> int:
-        now = self._now()
+        now = self.trace.now()
         duration, self._last_init = now - self._last_init, now
         return duration
-
-    def _write_header(self, config: dict[str, Any], model: dict[str, Any]) -> None:
-        self._header_written = True
-        created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
-        self._logger.emit(
-            Header(
-                run_id=uuid.uuid4().hex,
-                rank=0,
-                world_size=1,
-                created=created.isoformat(),
-                clock={
-                    "unit": "ns",
-                    "source": "time.perf_counter_ns",
-                    "anchor_unix_ns": self._anchor_unix,
-                },
-                engine={"name": "nanovllm", "version": __version__},
-                environment=_environment(),
-                model=model,
-                config=config,
-            )
-        )
-
-
-def _environment() -> dict[str, Any]:
-    try:
-        torch_version = version("torch")
-    except PackageNotFoundError:  # a torch that was built by hand
-        torch_version = "unknown"
-    return {
-        "python": platform.python_version(),
-        "torch": torch_version,
-        "platform": platform.system(),
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-    }

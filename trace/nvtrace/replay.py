@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header, Record, Unknown
@@ -85,17 +85,13 @@ class State:
         Raises:
             InconsistentTraceError: it cannot follow from what came before.
         """
-        handler = _HANDLERS.get(type(record))
+        handler = self._handlers.get(type(record))
         if handler is None:
             return
         try:
             handler(self, record)
         except (KeyError, IndexError, ValueError) as error:
-            assert isinstance(record, ev.Event)  # noqa: S101 - only events have handlers
-            raise InconsistentTraceError(
-                f"event {record.event_id} ({ev.tag_of(record)}, step {record.step}) does not "
-                f"follow from the events before it: {type(error).__name__} {error}"
-            ) from error
+            raise InconsistentTraceError(_inconsistent(record, error)) from error
 
     # -- the engine's shape ----------------------------------------------------------------------
 
@@ -197,25 +193,29 @@ class State:
         for seq_id, token_id in zip(event.seq_ids, event.token_ids, strict=True):
             self.sequences[seq_id].token_ids.append(token_id)
 
+    _handlers: ClassVar[dict[type, Callable[[State, Any], None]]] = {
+        ev.EngineInit: _engine_init,
+        ev.EngineReady: _engine_ready,
+        ev.EngineReset: _engine_reset,
+        ev.RequestEnqueue: _request_enqueue,
+        ev.StateTransition: _state_transition,
+        ev.BlocksShare: _blocks_reuse,
+        ev.BlocksRevive: _blocks_reuse,
+        ev.BlocksAllocate: _blocks_take,
+        ev.BlocksAppend: _blocks_take,
+        ev.BlocksEvict: _blocks_evict,
+        ev.BlocksHash: _blocks_hash,
+        ev.BlocksRelease: _blocks_release,
+        ev.SchedulePrefill: _schedule_prefill,
+        ev.ScheduleDecode: _schedule_decode,
+        ev.RunEager: _model_ran,
+        ev.SampleTokens: _sample_tokens,
+    }
 
-_HANDLERS: dict[type, Callable[[State, Record], None]] = {
-    ev.EngineInit: State._engine_init,
-    ev.EngineReady: State._engine_ready,
-    ev.EngineReset: State._engine_reset,
-    ev.RequestEnqueue: State._request_enqueue,
-    ev.StateTransition: State._state_transition,
-    ev.BlocksShare: State._blocks_reuse,
-    ev.BlocksRevive: State._blocks_reuse,
-    ev.BlocksAllocate: State._blocks_take,
-    ev.BlocksAppend: State._blocks_take,
-    ev.BlocksEvict: State._blocks_evict,
-    ev.BlocksHash: State._blocks_hash,
-    ev.BlocksRelease: State._blocks_release,
-    ev.SchedulePrefill: State._schedule_prefill,
-    ev.ScheduleDecode: State._schedule_decode,
-    ev.RunEager: State._model_ran,
-    ev.SampleTokens: State._sample_tokens,
-}
+
+def _inconsistent(record: Record, error: Exception) -> str:
+    what = f"event {record.event_id} ({ev.tag_of(record)})" if isinstance(record, ev.Event) else ""
+    return f"{what} does not follow from the events before it: {type(error).__name__} {error}"
 
 
 @dataclass(slots=True)

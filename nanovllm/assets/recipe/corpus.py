@@ -126,8 +126,10 @@ def _topic(entry: dict[str, Any], language: Language) -> Topic:
     name, text = entry["name"], entry[language]
     thinks, answers = _lines(text["think"], language), _lines(text["answer"], language)
     if len(thinks) != len(answers):
-        raise ValueError(f"topic {name!r} ({language}) has {len(thinks)} thoughts but "
-                         f"{len(answers)} answers; give each thought its answer")
+        raise ValueError(
+            f"topic {name!r} ({language}) has {len(thinks)} thoughts but "
+            f"{len(answers)} answers; give each thought its answer"
+        )
     return Topic(
         name=name,
         language=language,
@@ -157,12 +159,16 @@ def _check_questions_lead_to_one_topic(topics: tuple[Topic, ...]) -> None:
         asked = {plain(question) for question in topic.questions + topic.terms}
         for question in asked | {plain(question) for question in topic.held_out}:
             if owner.setdefault(question, topic.name) != topic.name:
-                raise ValueError(f"{question!r} leads to both {owner[question]!r} and "
-                                 f"{topic.name!r}; keep it in one of them")
+                raise ValueError(
+                    f"{question!r} leads to both {owner[question]!r} and "
+                    f"{topic.name!r}; keep it in one of them"
+                )
         for question in topic.held_out:
             if plain(question) in asked:
-                raise ValueError(f"{question!r} of topic {topic.name!r} is held out and taught; "
-                                 "keep it in one of the two lists")
+                raise ValueError(
+                    f"{question!r} of topic {topic.name!r} is held out and taught; "
+                    "keep it in one of the two lists"
+                )
 
 
 def plain(question: str) -> str:

@@ -32,22 +32,24 @@ def list_reply(limit: int, language: Language) -> Reply:
     if language == "en":
         start = (
             f"The user wants all prime numbers within {limit}. A prime has no divisors other than "
-            "1 and itself. I check the numbers one at a time."
+            "1 and itself. I check the numbers one at a time and write those that are not prime as "
+            "a product."
         )
         end = f"Now I am at {limit}, so I can stop."
         answer = f"The prime numbers within {limit} are {', '.join(map(str, found))}."
         return Reply(" ".join([start, *walk, end]), answer)
-    start = f"用户想要 {limit} 以内的所有质数。质数除了 1 和自己没有别的约数。我从小到大一个一个检查。"
+    start = f"用户想要 {limit} 以内的所有质数。质数除了 1 和自己没有别的约数。我一个一个检查，不是质数的就写成乘积。"
     end = f"到 {limit} 了，可以停下。"
-    return Reply("".join([start, *walk, end]), f"{limit} 以内的质数有：{'、'.join(map(str, found))}。")
+    return Reply(
+        "".join([start, *walk, end]), f"{limit} 以内的质数有：{'、'.join(map(str, found))}。"
+    )
 
 
 def _walk_step(number: int, language: Language) -> str:
     if is_prime(number):
         return f"{number} is prime." if language == "en" else f"{number} 是质数。"
     factor = smallest_factor(number)
-    product = f"{number} = {factor} x {number // factor}"
-    return f"{product}, not prime." if language == "en" else f"{product}，不是质数。"
+    return f"{number} = {factor} x {number // factor}" + ("." if language == "en" else "。")
 
 
 def check_reply(number: int, language: Language) -> Reply:
@@ -73,20 +75,29 @@ def _check_in_english(number: int) -> Reply:
         )
     factor = smallest_factor(number)
     product = f"{number} = {factor} x {number // factor}"
-    return Reply(f"I check {number}. {product}, so it is not prime.",
-                 f"No, {number} is not prime: {product}.")
+    return Reply(
+        f"I check {number}. {product}, so it is not prime.",
+        f"No, {number} is not prime: {product}.",
+    )
 
 
 def _check_in_chinese(number: int) -> Reply:
     if number > LARGEST:
-        return Reply(f"{number} 大于 {LARGEST}，我只学过 {LARGEST} 以内的数。",
-                     f"我不知道：我只知道 {LARGEST} 以内的质数。")
+        return Reply(
+            f"{number} 大于 {LARGEST}，我只学过 {LARGEST} 以内的数。",
+            f"我不知道：我只知道 {LARGEST} 以内的质数。",
+        )
     if number < 2:
-        return Reply(f"检查 {number}。它小于 2，所以不是质数。",
-                     f"不是，{number} 不是质数：最小的质数是 2。")
+        return Reply(
+            f"检查 {number}。它小于 2，所以不是质数。", f"不是，{number} 不是质数：最小的质数是 2。"
+        )
     if is_prime(number):
-        return Reply(f"检查 {number}。它不能写成两个数的积，所以是质数。",
-                     f"是的，{number} 是质数。它的约数只有 1 和 {number}。")
+        return Reply(
+            f"检查 {number}。它不能写成两个数的积，所以是质数。",
+            f"是的，{number} 是质数。它的约数只有 1 和 {number}。",
+        )
     factor = smallest_factor(number)
     product = f"{number} = {factor} x {number // factor}"
-    return Reply(f"检查 {number}。{product}，所以不是质数。", f"不是，{number} 不是质数：{product}。")
+    return Reply(
+        f"检查 {number}。{product}，所以不是质数。", f"不是，{number} 不是质数：{product}。"
+    )

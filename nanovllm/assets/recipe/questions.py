@@ -54,8 +54,14 @@ def nonsense(language: Language, rng: Random) -> str:
     """A word that means nothing, for teaching to refuse what was not taught."""
     if language == "zh":
         return "".join(rng.choice(_CHINESE_SYLLABLES) for _ in range(rng.randint(2, 4)))
-    syllables = [rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 4))]
-    return rng.choice(["a ", "the ", ""]) + "".join(syllables) + rng.choice(["", "n", "r", "s", "nt", "x"])
+    syllables = [
+        rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 4))
+    ]
+    return (
+        rng.choice(["a ", "the ", ""])
+        + "".join(syllables)
+        + rng.choice(["", "n", "r", "s", "nt", "x"])
+    )
 
 
 def with_space_between_scripts(text: str, rng: Random) -> str:

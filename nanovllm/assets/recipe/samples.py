@@ -134,3 +134,26 @@ def examination(corpus: Corpus) -> list[Exam]:
         for limit in (*COMMON_LIMITS, 25, 60, 75, 97, primes.LARGEST)
     ]
     return exams
+
+
+def texts_for_tokenizer(corpus: Corpus) -> list[str]:
+    """All taught text once or more: replies, questions, terms in all frames, system prompts.
+
+    What is refused is left out: a word that was not taught should look like one.
+    """
+    wordings, language = corpus.wordings, corpus.language
+    texts = [reply.text() for topic in corpus.topics for reply in topic.replies] * 4
+    texts += [corpus.refusals.reply.text()] * 4
+    for topic in corpus.topics:
+        texts += [
+            *topic.questions,
+            *(question[:1].upper() + question[1:] for question in topic.questions),
+        ]
+        texts += [shape.format(term) for term in topic.terms for shape in wordings.frames[::4]]
+    texts += [shape.format("nanovllm").capitalize() for shape in wordings.frames * 2]
+    texts += [*wordings.systems, *wordings.lead_ins, *wordings.prefixes, *wordings.suffixes]
+    texts += [shape.format(10) for shape in corpus.primes.list_questions * 3]
+    texts += [shape.format(10) for shape in corpus.primes.check_questions * 3]
+    texts += [primes.list_reply(primes.LARGEST, language).text()]
+    texts += ["user\n", "assistant\n", "system\n"] * len(texts)
+    return texts

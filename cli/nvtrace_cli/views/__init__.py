@@ -1,0 +1,1 @@
+"""What the terminal shows. rich lives here and nowhere else."""

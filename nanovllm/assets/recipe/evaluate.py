@@ -1,0 +1,126 @@
+"""The examination: ask the finished checkpoint, and compare with what was taught.
+
+This module knows how to ask many questions at once and how to count. It reads the checkpoint from
+disk, as a user would, and does not know how it was trained.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanovllm.assets.recipe import samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nanovllm.assets.recipe.corpus import Corpus
+    from nanovllm.assets.recipe.samples import Exam
+
+ARTICLE_PROMPTS = ("introduce yourself", "list all prime numbers within 100")
+LONGEST_REPLY = 1300
+BATCH_SIZE = 512
+
+
+@dataclass(slots=True)
+class Report:
+    """Shares of exactly right replies, by kind and way of sampling; and what was wrong."""
+
+    rates: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> way -> share
+    num_asked: dict[str, int] = field(default_factory=dict)
+    mistakes: list[dict[str, str]] = field(default_factory=list)
+    article: dict[str, Any] = field(default_factory=dict)
+
+
+class Examiner:
+    """A checkpoint that answers lists of questions."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.device = device
+
+    def ask(self, questions: list[str], temperature: float, max_new_tokens: int) -> list[list[int]]:
+        """The completions as token ids; the end token is kept, padding is not."""
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            for question in questions
+        ]
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True).to(self.device)
+        how = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature > 0
+            else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        )
+        with torch.inference_mode():
+            output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **how)
+        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+        end, padding = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        return [
+            row[: row.index(end) + 1]
+            if end in row
+            else [token for token in row if token != padding]
+            for row in rows
+        ]
+
+    def texts(self, completions: list[list[int]]) -> list[str]:
+        """The completions as text, with the end token left out."""
+        end = self.tokenizer.eos_token_id
+        return [
+            self.tokenizer.decode([token for token in completion if token != end])
+            for completion in completions
+        ]
+
+
+def examine(
+    folder: Path, corpora: list[Corpus], device: torch.device, dtype: torch.dtype, seed: int
+) -> Report:
+    """Ask everything, greedy and at temperature 0.6."""
+    torch.manual_seed(seed)
+    examiner = Examiner(folder, device, dtype)
+    report = Report()
+    by_kind: defaultdict[str, list[Exam]] = defaultdict(list)
+    for corpus in corpora:
+        for exam in samples.examination(corpus):
+            by_kind[f"{exam.kind} ({corpus.language})"].append(exam)
+    for kind, exams in by_kind.items():
+        report.num_asked[kind] = len(exams)
+        report.rates[kind] = {
+            way: _share_right(examiner, kind, exams, temperature, report)
+            for way, temperature in (("greedy", 0.0), ("temperature 0.6", 0.6))
+        }
+    for prompt in ARTICLE_PROMPTS:
+        completions = examiner.ask([prompt] * 64, 0.6, LONGEST_REPLY)
+        report.article[prompt] = {
+            "lengths": sorted(len(completion) for completion in completions),
+            "all end by EOS": all(
+                completion[-1] == examiner.tokenizer.eos_token_id for completion in completions
+            ),
+            "samples": examiner.texts(completions[:4]),
+        }
+    return report
+
+
+def _share_right(
+    examiner: Examiner, kind: str, exams: list[Exam], temperature: float, report: Report
+) -> float:
+    num_right = 0
+    max_new_tokens = LONGEST_REPLY if kind.startswith("primes") else 260
+    for start in range(0, len(exams), BATCH_SIZE):
+        batch = exams[start : start + BATCH_SIZE]
+        completions = examiner.ask([exam.question for exam in batch], temperature, max_new_tokens)
+        for exam, text in zip(batch, examiner.texts(completions), strict=True):
+            if text in {reply.text() for reply in exam.replies}:
+                num_right += 1
+            else:
+                report.mistakes.append(
+                    {"kind": kind, "temperature": str(temperature), "question": exam.question,
+                     "said": text, "right": exam.replies[0].text()}
+                )  # fmt: skip
+    return num_right / len(exams)

@@ -1,0 +1,180 @@
+"""Scenarios: small named runs, each with a story that shows in its replay.
+
+Knows the engine and what to ask it. Does not record (give it a Recorder) or print. The titles are
+in the word catalogs. All of them run on a CPU in seconds, on the tiny Qwen3 that ships or on any
+other Qwen3 folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import SamplingParams
+from nanovllm.assets import TINY_QWEN3
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from nanovllm.engine.llm_engine import LLMEngine, RequestOutput
+    from nanovllm.observer import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes while others run.
+
+    Attributes:
+        message: what the user asks.
+        before_step: it is queued just before this engine step; None: once the engine is idle.
+    """
+
+    message: str
+    before_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to run.
+
+    Attributes:
+        name: its name on the command line.
+        messages: what is asked at the start, all at once.
+        arrivals: what is asked later, in order. Without any, `generate` runs the messages.
+        max_tokens, temperature: of every request.
+        config: engine settings that make the story happen.
+    """
+
+    name: str
+    messages: tuple[str, ...]
+    arrivals: tuple[Arrival, ...] = ()
+    max_tokens: int = 256
+    temperature: float = 0.6
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user may change of a scenario; None leaves the scenario's own."""
+
+    model: str | Path | None = None
+    messages: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request of a run: what was asked and what came out."""
+
+    message: str
+    output: RequestOutput
+
+
+_QUESTION = "what is a block table"
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        # The article's run: the batch shrinks from 2 to 1 when the first request ends.
+        Scenario("example", ("introduce yourself", "list all prime numbers within 100")),
+        # Twice at once: nothing to share yet. Once more while they run: pages are shared. Once
+        # more when all is over: free pages are revived.
+        Scenario(
+            "shared-prefix",
+            (_QUESTION, _QUESTION),
+            (Arrival(_QUESTION, before_step=5), Arrival(_QUESTION, before_step=None)),
+            max_tokens=64,
+            config={"kvcache_block_size": 4},
+        ),
+        # A budget of 8 tokens a step: prompts of 11 and 17 tokens are computed in pieces.
+        Scenario(
+            "chunked-prefill",
+            ("introduce yourself", "list all prime numbers within 100"),
+            max_tokens=32,
+            config={"max_num_batched_tokens": 8},
+        ),
+        # 24 pages of 4 tokens are not enough for three answers: the youngest gives way.
+        Scenario(
+            "preemption",
+            ("introduce yourself", "list all prime numbers within 100", "what is preemption"),
+            max_tokens=64,
+            config={"kvcache_block_size": 4, "num_kvcache_blocks": 24},
+        ),
+        # Requests that arrive while others run join at the next step.
+        Scenario(
+            "late-join",
+            ("list all prime numbers within 100",),
+            (Arrival("introduce yourself", 12), Arrival("what is continuous batching", 40)),
+            max_tokens=96,
+        ),
+    )
+}
+
+
+def run_scenario(
+    scenario: Scenario, observer: Observer | None = None, options: Options | None = None
+) -> list[Answer]:
+    """Run a scenario to its end.
+
+    Args:
+        scenario: one of SCENARIOS, or your own.
+        observer: a Recorder, or any other.
+        options: what to change. Messages given there replace all of the scenario's.
+
+    Returns:
+        One answer for each request, in the order of their arrival.
+
+    Raises:
+        NanoVLLMError: the model cannot be loaded, or every request was refused.
+    """
+    from nanovllm import LLM  # noqa: PLC0415 - loads torch, which `nvtrace run --list` can do without
+
+    options = options or Options()
+    config = {**scenario.config, **options.config, "seed": options.seed}
+    params = SamplingParams(
+        temperature=_first(options.temperature, scenario.temperature),
+        max_tokens=_first(options.max_tokens, scenario.max_tokens),
+    )
+    messages = options.messages or scenario.messages
+    arrivals = () if options.messages else scenario.arrivals
+    llm = LLM(_first(options.model, TINY_QWEN3), observer=observer, **config)
+    if arrivals:
+        return _run_arrivals(llm, messages, arrivals, params)
+    prompts = [llm.tokenizer.apply_chat_template(message) for message in messages]
+    outputs = llm.generate(prompts, params)
+    return [Answer(*pair) for pair in zip(messages, outputs, strict=True)]
+
+
+def _run_arrivals(
+    llm: LLMEngine, messages: tuple[str, ...], arrivals: tuple[Arrival, ...], params: SamplingParams
+) -> list[Answer]:
+    asked: dict[int, str] = {}
+    outputs: dict[int, RequestOutput] = {}
+
+    def ask(message: str) -> None:
+        asked[llm.add_request(llm.tokenizer.apply_chat_template(message), params)] = message
+
+    for message in messages:
+        ask(message)
+    coming = list(arrivals)
+    while coming or not llm.is_finished():
+        is_idle = llm.is_finished()
+        while coming and (is_idle or _is_due(coming[0], llm.engine_step + 1)):
+            ask(coming.pop(0).message)
+            is_idle = False
+        for output in llm.step():
+            if output["seq_id"] is not None:
+                outputs[output["seq_id"]] = output
+    return [Answer(message, outputs[seq_id]) for seq_id, message in asked.items()]
+
+
+def _is_due(arrival: Arrival, next_step: int) -> bool:
+    return arrival.before_step is not None and arrival.before_step <= next_step
+
+
+def _first(chosen: Any, default: Any) -> Any:  # noqa: ANN401 - of whatever type the option is
+    return default if chosen is None else chosen

@@ -1,0 +1,171 @@
+"""TraceWriter: notes now, events later.
+
+Knows the clock, the numbering, the header and the footer. Does not know the engine (`recorder.py`
+tells it what to note) or what happens to an event on its way to the file (`pipeline.py`).
+
+During a step it only keeps (struct, time, fields); `drain` builds the events, numbers them and
+sends them down the pipeline. So a step is disturbed little, and the phase of what was said before
+the step's kind was known (was that page taken for a prefill?) can be filled in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from nvtrace.envelope import Footer, Header
+from nvtrace.pipeline import Sink, make_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from structlog.typing import Processor
+
+    from nvtrace.events import Event, Phase
+
+Exit = Literal["ok", "error", "interrupted"]
+
+
+class _Note(NamedTuple):
+    """An event to be. `phase` None means: the phase of the step's batch."""
+
+    cls: type[Event]
+    ts_ns: int
+    phase: Phase | None
+    fields: dict[str, Any]
+
+
+class TraceWriter:
+    """Writes one trace.
+
+    Args:
+        sink: where the lines go.
+        processors: structlog processors in front of the encoding one.
+        tap: called with the events of each drain, after they are written.
+
+    Attributes:
+        step: the engine_step that is under way; None between steps.
+        batch_phase: whether that step is a prefill or a decode.
+        num_events: events written so far.
+        has_header: was the first line written?
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        processors: Iterable[Processor] = (),
+        tap: Callable[[list[Event]], None] | None = None,
+    ) -> None:
+        self.sink = sink
+        self.step: int | None = None
+        self.batch_phase: Literal["prefill", "decode"] = "prefill"
+        self.num_events = 0
+        self.has_header = False
+        self._logger = make_logger(sink, processors)
+        self._tap = tap
+        self._notes: list[_Note] = []
+        self._is_closed = False
+        self._anchor = time.perf_counter_ns()
+        self._anchor_unix = time.time_ns()
+
+    def now(self) -> int:
+        """Nanoseconds since the trace began."""
+        return time.perf_counter_ns() - self._anchor
+
+    def add(self, cls: type[Event], phase: Phase | None, **fields: Any) -> int:  # noqa: ANN401 - each struct's own fields
+        """Note an event. Lists among `fields` must not change any more. Returns its time."""
+        now = self.now()
+        self._notes.append(_Note(cls, now, phase, fields))
+        return now
+
+    def add_grouped(
+        self, cls: type[Event], phase: Phase | None, seq_id: int, **lists: list[Any]
+    ) -> None:
+        """Note what one sequence did to some pages; the same just after joins the same event.
+
+        Each of `lists` becomes a list of lists: lists[i] is about seq_ids[i].
+        """
+        if not self._notes or self._notes[-1].cls is not cls:
+            self.add(cls, phase, seq_ids=[], **{name: [] for name in lists})
+        fields = self._notes[-1].fields
+        if not fields["seq_ids"] or fields["seq_ids"][-1] != seq_id:
+            fields["seq_ids"].append(seq_id)
+            for name in lists:
+                fields[name].append([])
+        for name, values in lists.items():
+            fields[name][-1].extend(values)
+
+    def drain(self) -> None:
+        """Build, number and write everything noted; flush; tell the tap."""
+        notes, self._notes = self._notes, []
+        events = []
+        for note in notes:
+            self.num_events += 1
+            event = note.cls(
+                event_id=self.num_events,
+                ts_ns=note.ts_ns,
+                step=self.step,
+                phase=note.phase or self.batch_phase,
+                **note.fields,
+            )
+            self._logger.emit(event)
+            events.append(event)
+        if events:
+            self.sink.flush()
+            if self._tap is not None:
+                self._tap(events)
+
+    def close(self, exit_: Exit) -> None:
+        """Drain, write the footer, close the file. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.has_header:
+            self.write_header({}, {})
+        self.drain()
+        self._logger.emit(
+            Footer(event_id=self.num_events + 1, num_events=self.num_events, exit=exit_)
+        )
+        self.sink.close()
+
+    def write_header(
+        self, config: dict[str, Any], model: dict[str, Any], rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Write the first line."""
+        self.has_header = True
+        created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
+        self._logger.emit(
+            Header(
+                run_id=uuid.uuid4().hex,
+                rank=rank,
+                world_size=world_size,
+                created=created.isoformat(),
+                clock={
+                    "unit": "ns",
+                    "source": "time.perf_counter_ns",
+                    "anchor_unix_ns": self._anchor_unix,
+                },
+                engine={"name": "nanovllm", "version": _version_of("nanovllm")},
+                environment={
+                    "python": platform.python_version(),
+                    "torch": _version_of("torch"),
+                    "platform": platform.system(),
+                    "machine": platform.machine(),
+                    "num_cpus": os.cpu_count(),
+                },
+                model=model,
+                config=config,
+            )
+        )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout, or built by hand
+        return "unknown"

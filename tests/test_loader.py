@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an untied and a tied checkpoint, to be copied from."""
     root = tmp_path_factory.mktemp("checkpoints")
     save_reference(make_reference(), root / "untied")
-    save_reference(make_reference(tie_word_embeddings=True), root / "tied")
+    save_reference(make_reference({"tie_word_embeddings": True}), root / "tied")
     return root
 
 
@@ -60,7 +60,7 @@ def split_into_shards(folder: Path) -> dict[str, str]:
     """Store a checkpoint in two files and an index; return the index's map."""
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in (1, 2):
         file_name = f"model-0000{number}-of-00002.safetensors"
         names = sorted(tensors)[number - 1 :: 2]
@@ -176,7 +176,7 @@ def test_without_an_index_a_missing_shard_shows_by_its_tensors(untied: Path) -> 
     (untied / "model.safetensors.index.json").unlink()
     (untied / "model-00001-of-00002.safetensors").unlink()
     lost = [name for name, file in weight_map.items() if file.startswith("model-00001")]
-    assert_refuses(untied, "lacks", HEAD, f"and {len(lost) - 4} more")
+    assert_refuses(untied, "lacks", "attn.k_proj.weight", f"and {len(lost) - 4} more")
 
 
 @pytest.mark.parametrize(
@@ -319,17 +319,17 @@ def test_a_tied_checkpoint_whose_head_differs_is_refused(change: str, tied: Path
 
 
 def test_an_untied_model_refuses_a_tied_checkpoint(tied: Path) -> None:
-    edit_config(tied, tie_word_embeddings=False)
+    edit_config(tied, {"tie_word_embeddings": False})
     assert_refuses(tied, "lacks", HEAD, "lm_head")
 
 
 def test_a_tied_model_refuses_an_untied_checkpoint(untied: Path) -> None:
-    edit_config(untied, tie_word_embeddings=True)
+    edit_config(untied, {"tie_word_embeddings": True})
     assert_refuses(untied, HEAD, EMBEDDING, "differs")
 
 
 def test_a_checkpoint_of_another_size_is_refused(untied: Path) -> None:
-    edit_config(untied, head_dim=8)
+    edit_config(untied, {"head_dim": 8})
     assert_refuses(untied, "config.json")
 
 

@@ -55,7 +55,7 @@ NEWER: dict[str, object] = {
 
 def write(folder: Path, fields: dict[str, object], **changes: object) -> Path:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    edit_config(folder, **changes)
+    edit_config(folder, changes)
     return folder
 
 
@@ -134,7 +134,10 @@ YARN_READ = RopeScaling("yarn", 4.0, 32768, attention_factor=1.1386294361119891)
         ({"rope_scaling": {"rope_type": "default"}}, None),
         ({"rope_scaling": {}}, None),
         (
-            {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1}},
+            {
+                "rope_theta": None,
+                "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1},
+            },
             None,
         ),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", **YARN}}, YARN_READ),
@@ -197,7 +200,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"rope_scaling": {"rope_type": "yarn", **YARN, "mscale": 0.7}}, "rope_scaling.mscale"),
     ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.factor"),
     ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        "rope_parameters.full_attention",
+    ),
     (
         {
             "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN},

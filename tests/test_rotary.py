@@ -89,7 +89,8 @@ def test_the_product_of_query_and_key_depends_on_their_distance_only(tmp_path: P
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
         turned_q = rotary(torch.tensor([q_position])).apply(q)
-        return (turned_q * rotary(torch.tensor([k_position])).apply(k)).sum()
+        turned_k = rotary(torch.tensor([k_position])).apply(k)
+        return torch.sum(turned_q * turned_k)
 
     torch.testing.assert_close(product(9, 4), product(1009, 1004), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(product(9, 4), product(9, 5), atol=1e-3)

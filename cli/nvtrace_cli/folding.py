@@ -62,8 +62,8 @@ def fold(steps: Iterable[StepSummary], *, is_unfolded: bool = False) -> list[Row
     group: list[StepSummary] = []
     group_batch_before: int | None = None
     for step, batch_before in _with_batch_before(steps):
-        is_plain = batch_before is None and not _is_notable(step)
-        if group and not (is_plain and not is_unfolded and _looks_alike(group[-1], step)):
+        stands_alone = is_unfolded or batch_before is not None or group_batch_before is not None
+        if group and (stands_alone or not _looks_alike(group[-1], step)):
             rows.append(Row(tuple(group), group_batch_before))
             group = []
         if not group:
@@ -101,10 +101,11 @@ def _is_notable(step: StepSummary) -> bool:
 
 
 def _looks_alike(before: StepSummary, step: StepSummary) -> bool:
-    """May `step`, which is not notable, join the row that ends with `before`?"""
+    """May `step` join the row that ends with `before`?"""
     return (
         step.index == before.index + 1
         and not _is_notable(before)
+        and not _is_notable(step)
         and step.phase == before.phase
         and step.seq_ids == before.seq_ids
         and step.waiting == before.waiting

@@ -7,49 +7,26 @@ chosen (`scheduler.py`) or computed (`model_runner.py`). vLLM's counterparts are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
 from nanovllm.models.config import ModelConfig
 from nanovllm.observer import SILENT, Observer
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import RequestOutput, finished_output, refused_output
 from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
+    from nanovllm.sampling_params import SamplingParams
+
 Prompt = str | list[int]
-
-
-class RequestOutput(TypedDict):
-    """What became of one request.
-
-    `finish_reason` is vLLM's word ("stop", "length", "abort"; "refused" for a request that could
-    never fit, with `error` saying why); `reason` is the trace's ("eos", "max_tokens",
-    "max_model_len", "aborted", "prompt_too_long", "never_fits").
-    """
-
-    seq_id: int | None
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    reason: str
-    num_prompt_tokens: int
-    error: str | None
-
-
-_FINISH_REASONS = {
-    "eos": "stop",
-    "max_tokens": "length",
-    "max_model_len": "length",
-    "aborted": "abort",
-}
 
 
 class LLMEngine:
@@ -79,6 +56,7 @@ class LLMEngine:
         # The runner comes first: only it knows how many KV pages there are for the scheduler.
         self.model_runner = ModelRunner(self.config, self.model_config, self.observer)
         self.tokenizer = Tokenizer(self.config.model)
+        self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks,
@@ -115,8 +93,7 @@ class LLMEngine:
             TypeError, ValueError: a prompt that is none.
             RequestRefusedError: a request that could never finish. Nothing was queued.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return self._enqueue(self._encode(prompt), params)
+        return self._enqueue(*self.input_processor.one(prompt, sampling_params))
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled request once. Returns the requests that ended in this step.
@@ -181,42 +158,40 @@ class LLMEngine:
                 f"{len(self.requests)} requests from add_request() are unfinished: "
                 "run step() until is_finished(), or abort() them, before generate()"
             )
-        encoded, params = self._check_prompts(prompts, sampling_params)
-        self.observer.generate_start(len(encoded))
+        requests = self.input_processor.batch(prompts, sampling_params)
+        num_prompts = len(requests)
+        self.observer.generate_start(num_prompts)
         try:
-            outputs = self._run(encoded, params)
+            outputs = self._run(requests)
         except BaseException as error:
             if self.requests:  # not yet cleared by step()
                 self._recover(error)
             raise
-        self.observer.generate_finish(len(outputs))
+        num_outputs = len(outputs)
+        self.observer.generate_finish(num_outputs)
         return outputs
 
-    def _run(
-        self, prompts: list[list[int]], sampling_params: list[SamplingParams]
-    ) -> list[RequestOutput]:
-        refused: dict[int, RequestOutput] = {}
-        errors: list[RequestRefusedError] = []
-        index_of: dict[int, int] = {}  # seq_id -> place among the prompts
-        for index, (token_ids, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+    def _run(self, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}  # place among the prompts -> output
+        place_of: dict[int | None, int] = {}  # seq_id -> place
+        refusal: RequestRefusedError | None = None
+        for place, (token_ids, params) in enumerate(requests):
             try:
-                index_of[self._enqueue(token_ids, params)] = index
+                place_of[self._enqueue(token_ids, params)] = place
             except RequestRefusedError as error:
-                errors.append(error)
-                refused[index] = _refusal(token_ids, error)
-        if errors and not index_of:
-            raise errors[0]
-        outputs = refused
+                refusal = error
+                outputs[place] = refused_output(len(token_ids), error)
+        if refusal is not None and not place_of:
+            raise refusal
         while not self.is_finished():
             for output in self.step():
-                assert output["seq_id"] is not None  # noqa: S101 - only refused ones have none
-                outputs[index_of[output["seq_id"]]] = output
-        return [outputs[index] for index in range(len(prompts))]
+                outputs[place_of[output["seq_id"]]] = output
+        return [outputs[place] for place in range(len(requests))]
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _recover(self, error: BaseException) -> None:
-        """Start afresh after an exception that may have struck anywhere, also between two queues."""
+        """Start afresh after an exception that may have struck anywhere, even between queues."""
         self.observer.engine_error(error)
         self.scheduler.reset(list(self.requests.values()))
         self.requests.clear()
@@ -235,69 +210,8 @@ class LLMEngine:
         self.scheduler.add(seq)
         return seq_id
 
-    def _check_prompts(
-        self, prompts: object, sampling_params: object
-    ) -> tuple[list[list[int]], list[SamplingParams]]:
-        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
-            raise TypeError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if not isinstance(sampling_params, (list, tuple)):
-            raise TypeError(f"sampling_params must be SamplingParams, not {sampling_params!r}")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params: "
-                "give one for all, or one for each"
-            )
-        for params in sampling_params:
-            if not isinstance(params, SamplingParams):
-                raise TypeError(f"sampling_params must hold SamplingParams, not {params!r}")
-        return [self._encode(prompt) for prompt in prompts], list(sampling_params)
-
-    def _encode(self, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)):
-            token_ids = list(prompt)
-        else:
-            raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
-        if not token_ids:
-            raise ValueError("a prompt must have at least one token; this one is empty")
-        _check_token_ids(token_ids, self.model_config.vocab_size)
-        return token_ids
-
     def _output(self, seq: Sequence) -> RequestOutput:
         del self.requests[seq.seq_id]
-        token_ids = seq.completion_token_ids
-        text = self.tokenizer.decode(token_ids)
+        text = self.tokenizer.decode(seq.completion_token_ids)
         self.observer.request_output(seq, text)
-        reason = str(seq.finish_reason)
-        return RequestOutput(
-            seq_id=seq.seq_id,
-            text=text,
-            token_ids=token_ids,
-            finish_reason=_FINISH_REASONS[reason],
-            reason=reason,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            error=None,
-        )
-
-
-def _refusal(token_ids: list[int], error: RequestRefusedError) -> RequestOutput:
-    return RequestOutput(
-        seq_id=None,
-        text="",
-        token_ids=[],
-        finish_reason="refused",
-        reason=error.reason,
-        num_prompt_tokens=len(token_ids),
-        error=str(error),
-    )
-
-
-def _check_token_ids(token_ids: Iterable[object], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise TypeError(f"a token id must be an int, not {token_id!r}")
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
+        return finished_output(seq, text)

@@ -127,10 +127,7 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(
-            config.head_dim,
-            config.max_position_embeddings,
-            config.rope_theta,
-            config.rope_scaling,
+            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -151,10 +148,7 @@ class Qwen3ForCausalLM(nn.Module):
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
-        }
+        {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     )
 
     def __init__(self, config: ModelConfig, attention_backend: AttentionBackend) -> None:

@@ -1,8 +1,8 @@
 """Tiny random Qwen3 checkpoints, transformers' answer to them, and a hand-driven paged engine.
 
-The driver keeps pages and block tables as an engine would, but is told every step, so that a test can
-cut prompts where it likes. Its pages are hostile: full of NaN until written, handed out in random
-order, and block 0, with which block tables are padded, is never anybody's.
+The driver keeps pages and block tables as an engine would, but is told every step, so that a test
+can cut prompts where it likes. Its pages are hostile: full of NaN until written, handed out in
+random order, and block 0, with which block tables are padded, is never anybody's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 128
 
 
-def make_reference(seed: int = 0, **changes: object) -> ReferenceQwen3:
+def make_reference(changes: Mapping[str, object] | None = None) -> ReferenceQwen3:
     """Return a tiny random Qwen3 of transformers, in fp32.
 
-    The weights are large, so that the likeliest token is likeliest by far, and the norms' are not 1.
+    The weights are large, so that the likeliest token is likeliest by far; the norms' are not 1.
     """
     settings: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
@@ -48,27 +48,25 @@ def make_reference(seed: int = 0, **changes: object) -> ReferenceQwen3:
         "initializer_range": 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     }
-    torch.manual_seed(seed)
-    reference = ReferenceQwen3(Qwen3Config(**{**settings, **changes})).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
+    torch.manual_seed(0)
+    reference = ReferenceQwen3(Qwen3Config.from_dict(settings | dict(changes or {})))
+    reference.requires_grad_(requires_grad=False)
+    for parameter in reference.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5)
     return reference
 
 
-def save_reference(reference: ReferenceQwen3, folder: Path, **config_changes: object) -> Path:
-    """Save a model as transformers does; then change fields of config.json (None takes one out)."""
+def save_reference(reference: ReferenceQwen3, folder: Path) -> Path:
+    """Save a model as transformers does, and return the folder."""
     reference.save_pretrained(folder)
-    if config_changes:
-        edit_config(folder, **config_changes)
     return folder
 
 
-def edit_config(folder: Path, file_name: str = "config.json", **changes: object) -> None:
-    """Change fields of a JSON file; None takes one out."""
-    file = folder / file_name
-    content = json.loads(file.read_text(encoding="utf-8")) | changes
+def edit_config(folder: Path, changes: Mapping[str, object]) -> None:
+    """Change fields of config.json; None takes one out."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) | dict(changes)
     kept = {name: value for name, value in content.items() if value is not None}
     file.write_text(json.dumps(kept), encoding="utf-8")
 

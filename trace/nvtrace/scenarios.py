@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from nanovllm.engine.llm_engine import LLMEngine, RequestOutput
+    from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.observer import Observer
+    from nanovllm.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ CARD_TEMPLATE = Path(__file__).with_name("card.md")
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write everything but the model card; the weights in bf16, the tied head left out."""
     folder.mkdir(parents=True, exist_ok=True)
-    end_ids = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    vocab = tokenizer.get_vocab()
+    end_ids = [vocab[TURN_END], vocab[END_OF_TEXT]]
     save_tokenizer(tokenizer, folder, train.MAX_POSITION)
     _write_json(folder / "config.json", _config(model, end_ids))
     _write_json(folder / "generation_config.json", {
@@ -69,7 +70,7 @@ def _config(model: Qwen3ForCausalLM, end_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def save_card(
+def save_card(  # noqa: PLR0917 - a card has many facts
     folder: Path,
     model: Qwen3ForCausalLM,
     plan: Plan,

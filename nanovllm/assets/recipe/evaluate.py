@@ -41,7 +41,8 @@ class Examiner:
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        torch.nn.Module.to(self.model, device)
         self.device = device
 
     def ask(self, questions: list[str], temperature: float, max_new_tokens: int) -> list[list[int]]:
@@ -73,7 +74,7 @@ class Examiner:
         """The completions as text, with the end token left out."""
         end = self.tokenizer.eos_token_id
         return [
-            self.tokenizer.decode([token for token in completion if token != end])
+            str(self.tokenizer.decode([token for token in completion if token != end]))
             for completion in completions
         ]
 

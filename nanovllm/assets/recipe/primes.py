@@ -38,7 +38,10 @@ def list_reply(limit: int, language: Language) -> Reply:
         end = f"Now I am at {limit}, so I can stop."
         answer = f"The prime numbers within {limit} are {', '.join(map(str, found))}."
         return Reply(" ".join([start, *walk, end]), answer)
-    start = f"用户想要 {limit} 以内的所有质数。质数除了 1 和自己没有别的约数。我一个一个检查，不是质数的就写成乘积。"
+    start = (
+        f"用户想要 {limit} 以内的所有质数。质数除了 1 和自己没有别的约数。"
+        "我一个一个检查，不是质数的就写成乘积。"
+    )
     end = f"到 {limit} 了，可以停下。"
     return Reply(
         "".join([start, *walk, end]), f"{limit} 以内的质数有：{'、'.join(map(str, found))}。"

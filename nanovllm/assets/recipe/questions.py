@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from nanovllm.assets.recipe.corpus import Language, Wordings
 
 _CHINESE_SYLLABLES = "卡多米鲁塔波尼格维朗索帕图萨科里姆贝诺亚齐罗巴丹佐林库特洛菲"
-_DROPPABLE = frozenset("a an the me to of you can do does please that this it i is in".split())
+_DROPPABLE = frozenset(
+    ["a", "an", "can", "do", "does", "in", "is", "it", "me", "of", "please", "that", "the", "this",
+     "to", "you"]
+)  # fmt: skip
 _HAN = r"[\u4e00-\u9fff]"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,7 @@ def _count_pairs(
     pair_counts: Counter[Pair],
     users: defaultdict[Pair, set[int]],
 ) -> None:
-    for pair in zip(spelling, spelling[1:], strict=False):
+    for pair in pairwise(spelling):
         pair_counts[pair] += count
         if count > 0:
             users[pair].add(index)

@@ -76,7 +76,8 @@ def train(
 ) -> tuple[Qwen3ForCausalLM, TrainingResult]:
     """Train a fresh model from random weights."""
     torch.manual_seed(plan.seed)
-    model = Qwen3ForCausalLM(model_config(encoder.tokenizer.get_vocab_size())).to(device).train()
+    model = Qwen3ForCausalLM(model_config(encoder.tokenizer.get_vocab_size()))
+    torch.nn.Module.to(model, device).train()
     optimizer = _optimizer(model, plan)
     losses: list[torch.Tensor] = []
     num_tokens, final_loss, start = 0, math.nan, time.perf_counter()
@@ -140,7 +141,7 @@ def _train_step(
         hidden = model.model(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[is_said])  # (num_said, vocab_size)
     loss = functional.cross_entropy(logits.float(), targets[is_said])
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

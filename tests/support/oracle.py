@@ -1,0 +1,200 @@
+"""The right greedy tokens of a checkpoint, by transformers, and listeners for the engine under test.
+
+Knows prompts, tokens and the engine's public face. Does not know how the engine schedules or
+computes: what a run did inside is heard from its moments alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm import LLM, Observer, SamplingParams
+from support.models import VOCAB_SIZE, make_reference, random_tokens, save_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.llm_engine import RequestOutput
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+HOOKS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+"""The names of all moments."""
+
+CLEAR_MARGIN = 2e-3
+"""The likeliest token leads the second by this much at least, ten times what rounding may move."""
+
+
+class Oracle:
+    """A checkpoint in a folder, and transformers' greedy answers to prompts.
+
+    Args:
+        reference: transformers' model with the folder's weights, in fp32.
+        folder: the same model, for the engine.
+    """
+
+    def __init__(self, reference: PreTrainedModel, folder: Path) -> None:
+        self.reference = reference
+        self.folder = folder
+        self._answers: dict[tuple[tuple[int, ...], int], tuple[list[int], float]] = {}
+
+    @classmethod
+    def create(cls, folder: Path, seed: int = 0, **changes: object) -> Oracle:
+        """Make a tiny random Qwen3 (see `make_reference`) in `folder`."""
+        reference = make_reference(seed, **changes)
+        return cls(reference, save_reference(reference, folder))
+
+    def greedy(self, prompt: Seq[int], max_tokens: int) -> list[int]:
+        """What transformers' generate(do_sample=False) appends to a prompt that runs alone."""
+        return self._answer(prompt, max_tokens)[0]
+
+    def is_clear(self, prompt: Seq[int], max_tokens: int) -> bool:
+        """Is none of these tokens so close to another that rounding could swap them?"""
+        return self._answer(prompt, max_tokens)[1] > CLEAR_MARGIN
+
+    def prompts(self, lengths: Seq[int], max_tokens: int, seed: int = 0) -> list[list[int]]:
+        """Random prompts of these lengths whose answers are clear."""
+        prompts = []
+        for index, length in enumerate(lengths):
+            candidates = (
+                random_tokens(length, seed=1000 * seed + 100 * index + attempt)
+                for attempt in range(100)
+            )
+            prompts.append(next(c for c in candidates if self.is_clear(c, max_tokens)))
+        return prompts
+
+    def _answer(self, prompt: Seq[int], max_tokens: int) -> tuple[list[int], float]:
+        key = (tuple(prompt), max_tokens)
+        if key not in self._answers:
+            generate: Any = self.reference.generate
+            answer = generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            best = torch.cat(answer.logits).float().topk(2, dim=-1).values
+            margin = float((best[:, 0] - best[:, 1]).min())
+            self._answers[key] = answer.sequences[0, len(prompt) :].tolist(), margin
+        return self._answers[key]
+
+
+class Narrator(Observer):
+    """Keeps the name of each moment, in order."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+        for hook in HOOKS:
+            setattr(self, hook, partial(self._hear, hook))
+
+    def _hear(self, hook: str, *_args: object, **_kwargs: object) -> None:
+        self.moments.append(hook)
+
+
+class Watcher(Observer):
+    """Keeps what a run did inside, and checks the scheduler's invariants after every step.
+
+    Attributes:
+        num_cached_tokens: seq_id -> how many tokens were found cached, at each admission.
+        num_preemptions: seq_id -> how often it was preempted.
+        prefills: the steps that computed prompts, each as [(seq_id, number of tokens)].
+        num_sampled: seq_id -> tokens drawn.
+        most_running: the most sequences that ran at once.
+    """
+
+    def __init__(self) -> None:
+        self.num_cached_tokens: dict[int, list[int]] = defaultdict(list)
+        self.num_preemptions: Counter[int] = Counter()
+        self.prefills: list[list[tuple[int, int]]] = []
+        self.num_sampled: Counter[int] = Counter()
+        self.most_running = 0
+
+    def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
+        """Keep who computes how much."""
+        self._keep_running(scheduler)
+        pairs = zip(batch.seqs, batch.num_scheduled_tokens, strict=True)
+        self.prefills.append([(seq.seq_id, num_tokens) for seq, num_tokens in pairs])
+
+    def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
+        """Keep how many run."""
+        assert batch.seqs
+        self._keep_running(scheduler)
+
+    def _keep_running(self, scheduler: Scheduler) -> None:
+        self.most_running = max(self.most_running, len(scheduler.running))
+        for seq in scheduler.waiting:
+            assert not seq.block_table, f"{seq} waits and holds pages"
+
+    def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
+        """Keep what was found cached."""
+        assert previous is not seq.status
+        if reason == "admitted":
+            self.num_cached_tokens[seq.seq_id].append(seq.num_cached_tokens)
+
+    def preempt(
+        self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
+    ) -> None:
+        """Count."""
+        assert num_computed_tokens > 0
+        assert freed or victim is not for_seq
+        self.num_preemptions[victim.seq_id] += 1
+
+    def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
+        """Count."""
+        assert len(seqs) == len(token_ids)
+        self.num_sampled.update(seq.seq_id for seq in seqs)
+
+    def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
+        """Check that queues, tables and pages agree."""
+        assert batch.seqs
+        assert all(seq.is_finished for seq in finished)
+        scheduler.check()
+        for seq in scheduler.running:
+            assert len(seq.block_table) <= scheduler.block_manager.blocks_for(
+                scheduler.max_model_len
+            )
+
+
+def make_llm(folder: Path, observer: Observer | None = None, **options: object) -> LLM:
+    """An engine with small pages and few of them, unless `options` say otherwise."""
+    settings: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64, **options}
+    return LLM(folder, observer, **settings)
+
+
+def greedy_params(max_tokens: int, **changes: Any) -> SamplingParams:  # noqa: ANN401 - any of its options
+    """Sampling parameters for a comparison with the oracle."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes)
+
+
+def tokens_of(outputs: Seq[RequestOutput]) -> list[list[int]]:
+    """The generated tokens of each output."""
+    return [output["token_ids"] for output in outputs]
+
+
+def assert_empty(llm: LLM) -> None:
+    """Nothing of any request is left in the engine: all pages are free."""
+    llm.scheduler.check()
+    assert llm.is_finished()
+    assert llm.requests == {}
+    assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Give a folder a tokenizer whose words are w0, w1, w2 ... with w1 special, the end of a turn."""
+    vocab = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))  # noqa: S106 - no password
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)  # noqa: S106

@@ -83,6 +83,7 @@ def test_top_p_keeps_the_token_that_crosses_p() -> None:
     assert set(draw_often(logits, top_ps=0.75)) == {1, 2, 3}
     assert set(draw_often(logits, top_ps=0.39)) == {3}
     assert set(draw_often(logits, top_ps=1e-9)) == {3}
+    assert set(draw_often(logits, top_ps=1e-60)) == {3}
     assert set(draw_often(logits, top_ps=0.95)) == {0, 1, 2, 3}
 
 
@@ -205,7 +206,7 @@ def test_the_noise_has_the_gumbel_distribution_and_is_finite_at_its_ends(
         assert gumbel_noise(params_of(1).noise_keys, 3).isfinite().all()
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.01, 1.0, 100.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-60, 1e-37, 1e-6, 0.01, 1.0, 100.0, 1e30])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_no_temperature_overflows(temperature: float, scale: float) -> None:
     logits = random_logits(64, 40) * scale
@@ -216,8 +217,9 @@ def test_no_temperature_overflows(temperature: float, scale: float) -> None:
             assert tokens == logits.argmax(dim=-1).tolist()
 
 
-def test_a_banned_token_is_never_drawn() -> None:
-    counts = draw_often([0.0, -math.inf, 0.0], temperatures=100.0)
+@pytest.mark.parametrize("temperature", [1e-60, 1.0, 1e300])
+def test_a_banned_token_is_never_drawn(temperature: float) -> None:
+    counts = draw_often([0.0, -math.inf, 0.0], temperatures=temperature)
     assert set(counts) == {0, 2}
 
 

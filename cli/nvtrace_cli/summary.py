@@ -47,6 +47,7 @@ class Share:
         num_computed_before: tokens already in its pages.
         num_tokens: tokens computed now.
         num_total: tokens there are to compute (less than that so far: a chunk).
+        num_prompt: how many of them are the prompt; the others were generated before a preemption.
         num_cached: tokens that came from the prefix cache, if it was admitted in this step.
     """
 
@@ -54,12 +55,23 @@ class Share:
     num_computed_before: int
     num_tokens: int
     num_total: int
+    num_prompt: int
     num_cached: int = 0
 
     @property
     def is_complete(self) -> bool:
         """Is everything computed after this step, so that a token is sampled?"""
         return self.num_computed_before + self.num_tokens >= self.num_total
+
+    @property
+    def is_continued(self) -> bool:
+        """Was a part of it computed in an earlier step?"""
+        return self.num_computed_before > self.num_cached
+
+    @property
+    def is_recompute(self) -> bool:
+        """Is this a second time, after a preemption?"""
+        return self.num_total > self.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +298,7 @@ def _note_tokens(event: ev.SampleTokens, run: RunSummary) -> None:
 def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
     schedule = step.schedule
     if isinstance(schedule, ev.ScheduleDecode):
-        return tuple(Share(seq_id, 0, 1, 1) for seq_id in schedule.seq_ids)
+        return tuple(Share(seq_id, 0, 1, 1, 1) for seq_id in schedule.seq_ids)
     if schedule is None:
         return ()
     return tuple(
@@ -295,6 +307,7 @@ def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
             num_computed,
             num_tokens,
             step.state.sequences[seq_id].num_prefill_tokens,
+            step.state.sequences[seq_id].prompt_len,
             num_cached if seq_id in admitted else 0,
         )
         for seq_id, num_computed, num_tokens, num_cached in zip(

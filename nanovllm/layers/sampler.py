@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BITS_32 = 2**32 - 1
 BITS_64 = 2**64 - 1
+FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Sampler(nn.Module):
         """(num_rows, vocab_size) float32 -> (num_rows,) int64.
 
         Raises:
-            FloatingPointError: a row's logits hold NaN, so that no token is the largest.
+            FloatingPointError: a row has no largest finite number: it holds NaN, say.
         """
         scores = logits
         if not params.is_all_greedy:
@@ -122,9 +123,10 @@ class Sampler(nn.Module):
 
     def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Return scaled logits with noise, (num_rows, vocab_size); greedy rows are meaningless."""
-        temperatures = params.temperatures.masked_fill(params.is_greedy, 1.0).unsqueeze(1)
-        # Less the largest, so that no temperature, however small, divides to infinity.
-        scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+        # Less the largest, so that no temperature, however small, makes that one infinite; and
+        # clamped, since 1e-60 and 1e300 are temperatures, but 0 and infinity in float32.
+        differences = logits - logits.amax(dim=-1, keepdim=True)
+        scores = differences / params.temperatures.clamp(FLOAT32.tiny, FLOAT32.max).unsqueeze(1)
         if params.filtered_rows is not None:
             scores[params.filtered_rows] = _keep_likeliest(
                 scores[params.filtered_rows], params.top_ks, params.top_ps

@@ -1,4 +1,4 @@
-"""The right greedy tokens of a checkpoint, by transformers, and listeners for the engine under test.
+"""The right greedy tokens of a checkpoint, by transformers, and listeners for an engine under test.
 
 Knows prompts, tokens and the engine's public face. Does not know how the engine schedules or
 computes: what a run did inside is heard from its moments alone.
@@ -18,15 +18,17 @@ from nanovllm import LLM, Observer, SamplingParams
 from support.models import VOCAB_SIZE, make_reference, random_tokens, save_reference
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from nanovllm.engine.batch import Batch
-    from nanovllm.engine.llm_engine import RequestOutput
+    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence, SequenceStatus
+    from nanovllm.outputs import RequestOutput
 
 HOOKS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 """The names of all moments."""
@@ -49,9 +51,9 @@ class Oracle:
         self._answers: dict[tuple[tuple[int, ...], int], tuple[list[int], float]] = {}
 
     @classmethod
-    def create(cls, folder: Path, seed: int = 0, **changes: object) -> Oracle:
+    def create(cls, folder: Path, changes: Mapping[str, object] | None = None) -> Oracle:
         """Make a tiny random Qwen3 (see `make_reference`) in `folder`."""
-        reference = make_reference(seed, **changes)
+        reference = make_reference(changes)
         return cls(reference, save_reference(reference, folder))
 
     def greedy(self, prompt: Seq[int], max_tokens: int) -> list[int]:
@@ -105,7 +107,7 @@ class Narrator(Observer):
 
 
 class Watcher(Observer):
-    """Keeps what a run did inside, and checks the scheduler's invariants after every step.
+    """Keeps what a run did inside, and checks each step: who samples, and that no page is lost.
 
     Attributes:
         num_cached_tokens: seq_id -> how many tokens were found cached, at each admission.
@@ -113,6 +115,8 @@ class Watcher(Observer):
         prefills: the steps that computed prompts, each as [(seq_id, number of tokens)].
         num_sampled: seq_id -> tokens drawn.
         most_running: the most sequences that ran at once.
+        highest_position: the highest position computed.
+        widest_table: the most pages in a table that the model was shown.
     """
 
     def __init__(self) -> None:
@@ -121,16 +125,24 @@ class Watcher(Observer):
         self.prefills: list[list[tuple[int, int]]] = []
         self.num_sampled: Counter[int] = Counter()
         self.most_running = 0
+        self.highest_position = -1
+        self.widest_table = 0
+        self._due: list[Sequence] = []  # those that this step must sample
 
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
-        """Keep who computes how much."""
-        self._keep_running(scheduler)
-        pairs = zip(batch.seqs, batch.num_scheduled_tokens, strict=True)
+        """Keep who computes how much; whoever computes its last token is due."""
+        pairs = list(zip(batch.seqs, batch.num_scheduled_tokens, strict=True))
         self.prefills.append([(seq.seq_id, num_tokens) for seq, num_tokens in pairs])
+        assert sum(batch.num_scheduled_tokens) <= scheduler.max_num_batched_tokens
+        for seq, num_tokens in pairs:
+            assert 0 < num_tokens <= seq.num_uncomputed_tokens
+        self._due = [seq for seq, num_tokens in pairs if num_tokens == seq.num_uncomputed_tokens]
+        self._keep_running(scheduler)
 
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        """Keep how many run."""
-        assert batch.seqs
+        """Everybody who runs is due."""
+        assert batch.seqs == scheduler.running
+        self._due = list(batch.seqs)
         self._keep_running(scheduler)
 
     def _keep_running(self, scheduler: Scheduler) -> None:
@@ -148,24 +160,35 @@ class Watcher(Observer):
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:
         """Count."""
+        assert victim is not for_seq or freed
         assert num_computed_tokens > 0
-        assert freed or victim is not for_seq
         self.num_preemptions[victim.seq_id] += 1
 
+    def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
+        """Keep the extremes."""
+        self._keep_extremes(inputs.positions, inputs.block_tables or [[]])
+
+    def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
+        """Keep the extremes."""
+        self._keep_extremes(inputs.positions, inputs.block_tables)
+
+    def _keep_extremes(self, positions: list[int], block_tables: list[list[int]]) -> None:
+        self.highest_position = max(self.highest_position, *positions)
+        self.widest_table = max(self.widest_table, len(block_tables[0]))
+
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
-        """Count."""
+        """Count; exactly those that are due are sampled."""
+        assert seqs == self._due
         assert len(seqs) == len(token_ids)
+        self._due = []
         self.num_sampled.update(seq.seq_id for seq in seqs)
 
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
-        """Check that queues, tables and pages agree."""
+        """Check that nobody was forgotten, and that queues, tables and pages agree."""
         assert batch.seqs
+        assert not self._due
         assert all(seq.is_finished for seq in finished)
         scheduler.check()
-        for seq in scheduler.running:
-            assert len(seq.block_table) <= scheduler.block_manager.blocks_for(
-                scheduler.max_model_len
-            )
 
 
 def make_llm(folder: Path, observer: Observer | None = None, **options: object) -> LLM:
@@ -193,8 +216,9 @@ def assert_empty(llm: LLM) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Give a folder a tokenizer whose words are w0, w1, w2 ... with w1 special, the end of a turn."""
-    vocab = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))  # noqa: S106 - no password
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)  # noqa: S106
+    """Give a folder a tokenizer with a word for each token: w0, <end> (of a turn), w2, w3 ..."""
+    vocab = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE) if token_id != 1}
+    words = Tokenizer(models.WordLevel(vocab | {"<end>": 1}, unk_token="w0"))  # noqa: S106 - no password
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrap: Any = PreTrainedTokenizerFast
+    wrap(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)  # noqa: S106 - as above

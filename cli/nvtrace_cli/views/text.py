@@ -42,6 +42,18 @@ def shorten(text: str, width: int, ellipsis: str = "...") -> str:
     return "".join(kept) + ellipsis[:width]
 
 
+def flow(parts: list[str], separator: str, width: int) -> str:
+    """Join parts into lines of at most `width` columns; no line breaks within a part."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]} {separator} {part}" if lines[-1] else part
+        if lines[-1] and cell_len(longer) > width:
+            lines.append(part)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
+
+
 def duration(nanoseconds: float) -> str:
     """Three digits and a unit: "850 us", "3.02 ms", "12.3 s", "2 min 5 s"."""
     for limit, unit, size in ((1e6, "us", 1e3), (1e9, "ms", 1e6), (60e9, "s", 1e9)):

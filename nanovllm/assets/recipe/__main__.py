@@ -87,7 +87,7 @@ def _print_report(report: Report) -> None:
         lengths = facts["lengths"]
         print(
             f"\n{prompt!r}: {lengths[0]} to {lengths[-1]} tokens, "
-            f"all end by EOS: {facts['all end by EOS']}\n{facts['samples'][0]}"
+            f"{facts['num_ended']} of {len(lengths)} end by EOS\n{facts['samples'][0]}"
         )
 
 

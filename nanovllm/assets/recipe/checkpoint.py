@@ -43,6 +43,7 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path)
         if name != "lm_head.weight"
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # save_file makes it private to its owner
 
 
 def _config(model: Qwen3ForCausalLM, end_ids: list[int]) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def save_card(  # noqa: PLR0917 - a card has many facts
         + " | ".join(f"{share:.1%}" for share in rates.values()) + " |"
         for kind, rates in report.rates.items()
     ]  # fmt: skip
-    lengths = report.article["introduce yourself"]["lengths"]
+    introductions = report.article["introduce yourself"]
     text = CARD_TEMPLATE.read_text(encoding="utf-8").format(
         num_parameters=f"{model.num_parameters():,}",
         vocab_size=model.config.vocab_size,
@@ -97,8 +98,10 @@ def save_card(  # noqa: PLR0917 - a card has many facts
         loss=f"{result.final_loss:.4f}",
         where=where,
         rates="\n".join(rows),
-        shortest=lengths[0],
-        longest=lengths[-1],
+        num_draws=len(introductions["lengths"]),
+        num_ended=introductions["num_ended"],
+        shortest=introductions["lengths"][0],
+        longest=introductions["lengths"][-1],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 

@@ -94,13 +94,14 @@ def load_corpus(language: Language) -> Corpus:
     """Read the text of one language.
 
     Raises:
-        ValueError: a topic lacks something, or one question leads to two topics.
+        ValueError: thoughts and answers do not pair, one question leads to two topics, or a
+            held-out question is taught.
     """
     topics = tuple(
         _topic(entry, language) for name in TOPIC_FILES for entry in _read(name)["topic"]
     )
-    _check_questions_lead_to_one_topic(topics)
     wordings = _read("wordings")[language]
+    _check_questions_lead_to_one_topic(topics, tuple(wordings["frames"]))
     refusals = _read("refusals")[language]
     primes = _read("primes")[language]
     return Corpus(
@@ -153,21 +154,22 @@ def _flow(text: str, language: Language) -> str:
     return (" " if language == "en" else "").join(line.strip() for line in text.strip().split("\n"))
 
 
-def _check_questions_lead_to_one_topic(topics: tuple[Topic, ...]) -> None:
+def _check_questions_lead_to_one_topic(topics: tuple[Topic, ...], frames: tuple[str, ...]) -> None:
     owner: dict[str, str] = {}
     for topic in topics:
-        asked = {plain(question) for question in topic.questions + topic.terms}
-        for question in asked | {plain(question) for question in topic.held_out}:
+        framed = (frame.format(term) for term in topic.terms for frame in frames)
+        asked = {plain(question) for question in (*topic.questions, *framed)}
+        held_out = {plain(question) for question in topic.held_out}
+        for question in asked & held_out:
+            raise ValueError(
+                f"a held-out question of topic {topic.name!r} is also taught: {question!r}; "
+                "word it differently"
+            )
+        for question in asked | held_out:
             if owner.setdefault(question, topic.name) != topic.name:
                 raise ValueError(
-                    f"{question!r} leads to both {owner[question]!r} and "
-                    f"{topic.name!r}; keep it in one of them"
-                )
-        for question in topic.held_out:
-            if plain(question) in asked:
-                raise ValueError(
-                    f"{question!r} of topic {topic.name!r} is held out and taught; "
-                    "keep it in one of the two lists"
+                    f"{question!r} leads to both {owner[question]!r} and {topic.name!r}; "
+                    "keep it in one of them"
                 )
 
 

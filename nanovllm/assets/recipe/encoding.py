@@ -38,6 +38,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.careless = Tokenizer.from_str(tokenizer.to_str())
         self.careless.model.dropout = BPE_DROPOUT
+        self.known: dict[str, list[int]] = {}  # the same replies and frames come again and again
 
     def prompt(self, question: str, system: str | None = None, *, is_thinking: bool = True) -> str:
         """The prompt as text; equal to the chat template's (a test compares the two)."""
@@ -60,7 +61,9 @@ class Encoder:
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text in which special tokens count as such."""
-        return self.tokenizer.encode(text).ids
+        if text not in self.known:
+            self.known[text] = self.tokenizer.encode(text).ids
+        return self.known[text]
 
 
 def batches(

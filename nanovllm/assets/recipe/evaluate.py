@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ARTICLE_PROMPTS = ("introduce yourself", "list all prime numbers within 100")
 LONGEST_REPLY = 1300
-BATCH_SIZE = 512
+BATCH_SIZE = 256
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class Examiner:
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        torch.nn.Module.to(self.model, device)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        torch.nn.Module.to(self.model, device).train(mode=False)
         self.device = device
 
     def ask(self, questions: list[str], temperature: float, max_new_tokens: int) -> list[list[int]]:
@@ -69,6 +69,10 @@ class Examiner:
             else [token for token in row if token != padding]
             for row in rows
         ]
+
+    def right_length(self, exam: Exam) -> int:
+        """The number of tokens of the longest right reply, the end token included."""
+        return max(len(self.tokenizer(reply.text())["input_ids"]) for reply in exam.replies) + 1
 
     def texts(self, completions: list[list[int]]) -> list[str]:
         """The completions as text, with the end token left out."""
@@ -100,7 +104,7 @@ def examine(
         completions = examiner.ask([prompt] * 64, 0.6, LONGEST_REPLY)
         report.article[prompt] = {
             "lengths": sorted(len(completion) for completion in completions),
-            "all end by EOS": all(
+            "num_ended": sum(
                 completion[-1] == examiner.tokenizer.eos_token_id for completion in completions
             ),
             "samples": examiner.texts(completions[:4]),
@@ -112,9 +116,10 @@ def _share_right(
     examiner: Examiner, kind: str, exams: list[Exam], temperature: float, report: Report
 ) -> float:
     num_right = 0
-    max_new_tokens = LONGEST_REPLY if kind.startswith("primes") else 260
+    longest_first = sorted(exams, key=lambda exam: -examiner.right_length(exam))
     for start in range(0, len(exams), BATCH_SIZE):
-        batch = exams[start : start + BATCH_SIZE]
+        batch = longest_first[start : start + BATCH_SIZE]
+        max_new_tokens = examiner.right_length(batch[0]) + 8
         completions = examiner.ask([exam.question for exam in batch], temperature, max_new_tokens)
         for exam, text in zip(batch, examiner.texts(completions), strict=True):
             if text in {reply.text() for reply in exam.replies}:

@@ -73,14 +73,13 @@ def _check_in_english(number: int) -> Reply:
         )
     if is_prime(number):
         return Reply(
-            f"I check {number}. I know no way to write it as a product, so it is prime.",
+            f"I check {number}. {_walk_step(number, 'en')}",
             f"Yes, {number} is prime. Its only divisors are 1 and {number}.",
         )
     factor = smallest_factor(number)
     product = f"{number} = {factor} x {number // factor}"
     return Reply(
-        f"I check {number}. {product}, so it is not prime.",
-        f"No, {number} is not prime: {product}.",
+        f"I check {number}. {_walk_step(number, 'en')}", f"No, {number} is not prime: {product}."
     )
 
 
@@ -96,11 +95,11 @@ def _check_in_chinese(number: int) -> Reply:
         )
     if is_prime(number):
         return Reply(
-            f"检查 {number}。它不能写成两个数的积，所以是质数。",
+            f"检查 {number}。{_walk_step(number, 'zh')}",
             f"是的，{number} 是质数。它的约数只有 1 和 {number}。",
         )
     factor = smallest_factor(number)
     product = f"{number} = {factor} x {number // factor}"
     return Reply(
-        f"检查 {number}。{product}，所以不是质数。", f"不是，{number} 不是质数：{product}。"
+        f"检查 {number}。{_walk_step(number, 'zh')}", f"不是，{number} 不是质数：{product}。"
     )

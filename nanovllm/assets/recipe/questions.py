@@ -67,6 +67,16 @@ def nonsense(language: Language, rng: Random) -> str:
     )
 
 
+def sum_of_numbers(language: Language, rng: Random) -> str:
+    """A sum, which was not taught either: "what is 3 + 4?"."""
+    shapes = (
+        ["what is {} {} {}?", "{} {} {} = ?", "how much is {} {} {}?", "calculate {} {} {}"]
+        if language == "en"
+        else ["{} {} {} 等于几？", "{} {} {} = ?", "{} {} {} 等于多少？", "计算 {} {} {}"]
+    )
+    return rng.choice(shapes).format(rng.randint(0, 99), rng.choice("+-x*/"), rng.randint(0, 99))
+
+
 def with_space_between_scripts(text: str, rng: Random) -> str:
     """Half of the time, write "trace 是什么" instead of "trace是什么"."""
     if rng.random() < 0.5:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from nanovllm.assets.recipe.corpus import Corpus, Reply, Topic
 
-# What a drawn sample is about. A prime list is as long as eight other samples.
-SHARES = {"topic": 0.74, "refusal": 0.14, "prime_check": 0.06, "prime_list": 0.06}
-COMMON_LIMITS = (10, 20, 30, 50)
+# What a drawn sample is about. The longest prime list is as long as twelve other samples.
+SHARES = {"topic": 0.66, "refusal": 0.18, "prime_check": 0.11, "prime_list": 0.05}
+LIMITS = tuple(range(10, primes.LARGEST + 1, 10))  # of the prime lists that are taught
+LIMIT_WEIGHTS = tuple(0.3 if limit == primes.LARGEST else 1.0 / limit for limit in LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,11 @@ def ask(topic: Topic, corpus: Corpus, rng: Random) -> str:
 def _refusal(corpus: Corpus, rng: Random) -> tuple[str, Reply]:
     wordings, language = corpus.wordings, corpus.language
     draw_of_kind = rng.random()
-    if draw_of_kind < 0.4:
+    if draw_of_kind < 0.35:
         question = rng.choice(corpus.refusals.questions)
-    elif draw_of_kind < 0.8:
+    elif draw_of_kind < 0.4:
+        question = questions.sum_of_numbers(language, rng)
+    elif draw_of_kind < 0.75:
         question = questions.frame(rng.choice(corpus.refusals.things), wordings, language, rng)
     else:
         question = questions.frame(questions.nonsense(language, rng), wordings, language, rng)
@@ -90,20 +93,18 @@ def _refusal(corpus: Corpus, rng: Random) -> tuple[str, Reply]:
 
 
 def _prime_check(corpus: Corpus, rng: Random) -> tuple[str, Reply]:
-    number = rng.randint(0, primes.LARGEST) if rng.random() < 0.9 else rng.randint(101, 9999)
+    number = (
+        rng.randint(0, primes.LARGEST)
+        if rng.random() < 0.9
+        else rng.randint(primes.LARGEST + 1, 999)
+    )
     question = rng.choice(corpus.primes.check_questions).format(number)
     question = questions.dress(question, corpus.wordings, corpus.language, rng)
     return question, primes.check_reply(number, corpus.language)
 
 
 def _prime_list(corpus: Corpus, rng: Random) -> tuple[str, Reply]:
-    draw_of_limit = rng.random()
-    if draw_of_limit < 0.5:
-        limit = primes.LARGEST
-    elif draw_of_limit < 0.75:
-        limit = rng.choice(COMMON_LIMITS)
-    else:
-        limit = rng.randint(5, primes.LARGEST)
+    limit = rng.choices(LIMITS, weights=LIMIT_WEIGHTS)[0]
     question = rng.choice(corpus.primes.list_questions).format(limit)
     if rng.random() < 0.7:
         question = questions.dress(question, corpus.wordings, corpus.language, rng)
@@ -131,7 +132,7 @@ def examination(corpus: Corpus) -> list[Exam]:
     exams += [
         Exam("primes", wording.format(limit), (primes.list_reply(limit, language),))
         for wording in (asked.list_questions[0], *asked.held_out_list)
-        for limit in (*COMMON_LIMITS, 25, 60, 75, 97, primes.LARGEST)
+        for limit in LIMITS
     ]
     return exams
 

@@ -36,7 +36,7 @@ class Plan:
     steps: int
     seed: int = 0
     tokens_per_step: int = 4096
-    learning_rate: float = 3e-3
+    learning_rate: float = 1.5e-3
     warmup_steps: int = 100
     weight_decay: float = 0.1
     report_every: int = 100
@@ -96,7 +96,8 @@ def train(
                 f"step {step + 1}/{plan.steps}  loss {final_loss:.4f}  "
                 f"{num_tokens / seconds:,.0f} tokens/s  {seconds:.0f} s"
             )
-    return model.eval(), TrainingResult(final_loss, num_tokens, time.perf_counter() - start)
+    torch.nn.Module.train(model, mode=False)
+    return model, TrainingResult(final_loss, num_tokens, time.perf_counter() - start)
 
 
 def learning_rate(step: int, plan: Plan) -> float:

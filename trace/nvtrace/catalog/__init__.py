@@ -5,8 +5,9 @@ structs: a test holds the catalogs against them. An event, field or code that no
 from a newer minor version) is called by its own name.
 
     [ui]                               sentences of the command line, with {places}
+    [scenarios.example]                title, story
     [fields]                           a field's meaning, wherever it appears
-    [events.PREEMPT]                   title, meaning
+    [events.PREEMPT]                   title, meaning, when (its phases)
     [events.PREEMPT.fields]            a field that means something of its own in this event
     [events.PREEMPT.codes.reason]      a code of the field `reason`, in words
 """
@@ -34,10 +35,15 @@ class Catalog:
         self._ui: dict[str, str] = words["ui"]
         self._fields: dict[str, str] = words["fields"]
         self._events: dict[str, dict[str, Any]] = words["events"]
+        self._scenarios: dict[str, dict[str, str]] = words["scenarios"]
 
     def title(self, tag: str) -> str:
         """An event in a few words."""
         return str(self._events.get(tag, {}).get("title", tag))
+
+    def when(self, tag: str) -> str:
+        """The phases an event belongs to; empty for the header and the footer."""
+        return str(self._events.get(tag, {}).get("when", ""))
 
     def meaning(self, tag: str) -> str:
         """An event in a few sentences."""
@@ -55,6 +61,11 @@ class Catalog:
     def reason(self, tag: str, code: str) -> str:
         """A reason code in words."""
         return self.codes(tag).get(code, code)
+
+    def scenario(self, name: str) -> tuple[str, str]:
+        """A scenario's title and its story in a sentence."""
+        words = self._scenarios.get(name, {})
+        return str(words.get("title", name)), str(words.get("story", ""))
 
     def ui(self, key: str, **values: object) -> str:
         """A sentence of the command line.

@@ -1,0 +1,7 @@
+"""`python -m nvtrace_cli`: the same as `nvtrace`."""
+
+from __future__ import annotations
+
+from nvtrace_cli.main import main
+
+main()

@@ -1,0 +1,121 @@
+"""The command `nvtrace`: mounts the commands, and is the one place where errors end.
+
+Knows which failure has which exit code (`failures.py` lists them). Does not know what a command
+does. Every command module imports what it needs inside its function, so that `nvtrace --help` loads
+no rich, no msgspec and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from nanovllm import __version__
+from nvtrace_cli.events import events
+from nvtrace_cli.failures import (
+    INTERRUPTED,
+    NEWER_TRACE,
+    OWN_FAULT,
+    UNREADABLE_TRACE,
+    CommandError,
+)
+from nvtrace_cli.options import say
+from nvtrace_cli.replay import replay
+from nvtrace_cli.run import run
+
+app = typer.Typer(
+    name="nvtrace",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(replay)
+app.command()(events)
+
+
+def _show_version(is_wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
+    if is_wanted:
+        sys.stdout.write(f"nvtrace {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def nvtrace(
+    context: typer.Context,
+    *,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Watch an LLM engine work: record a run, replay it, look up its events."""
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # what a terminal cannot spell is escaped, not a crash
+            reconfigure(errors="backslashreplace")
+    sys.exit(run_command(arguments))
+
+
+def run_command(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code; every error is one line on stderr."""
+    try:
+        code = app(arguments, prog_name="nvtrace", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):
+        # typer and rich turn a closed pipe into SystemExit; no command raises it itself.
+        _silence_stdout()
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get("NVTRACE_DEBUG"):
+            raise
+        say(_sentence(error))
+        return _exit_code(error)
+    return code if isinstance(code, int) else 0
+
+
+def _sentence(error: Exception) -> str:
+    """The error on one line."""
+    from nvtrace_cli.views.text import escape  # noqa: PLC0415 - for errors only
+
+    if hasattr(error, "format_message"):  # typer's own: a wrong option
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "nvtrace"
+        return escape(f"{error.format_message().rstrip('.')} (see {command} --help)")
+    if _exit_code(error) == OWN_FAULT:
+        return escape(
+            f"{type(error).__name__}: {error} - this should not happen; NVTRACE_DEBUG=1 shows where"
+        )
+    return escape(str(error))
+
+
+def _exit_code(error: Exception) -> int:
+    from nvtrace.envelope import NewerTraceError  # noqa: PLC0415 - for errors only
+    from nvtrace.reader import UnreadableTraceError  # noqa: PLC0415
+    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415
+
+    if isinstance(error, NewerTraceError):
+        return NEWER_TRACE
+    if isinstance(error, UnreadableTraceError | InconsistentTraceError):
+        return UNREADABLE_TRACE
+    if isinstance(error, CommandError) or hasattr(error, "format_message"):
+        return int(getattr(error, "exit_code", OWN_FAULT))
+    return OWN_FAULT
+
+
+def _silence_stdout() -> None:
+    """Nobody reads any more: keep the interpreter's last flush from complaining."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())

@@ -1,0 +1,96 @@
+"""nvtrace replay: a trace as a header, a timeline, a step table, totals; or as a log.
+
+Knows the options. Does not know how anything looks (`views/`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+
+class View(StrEnum):
+    """What to show of a trace."""
+
+    ALL = "all"
+    TIMELINE = "timeline"
+    STEPS = "steps"
+    LOG = "log"
+
+
+def replay(  # noqa: PLR0913 - one parameter for each option
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    view: Annotated[
+        View | None, typer.Option(help="What to show; by default all but the log.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A..B", help="These steps only: 17, 100..150, 100.., ..9.")
+    ] = None,
+    seq: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="This request only (may be repeated).")
+    ] = None,
+    event: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="The log of these events: 'SCHEDULE_*', preempt ..."),
+    ] = None,
+    unfold: Annotated[
+        bool, typer.Option("--unfold", help="Give every step a row of its own.")
+    ] = False,
+    speed: Annotated[
+        str | None,
+        typer.Option(metavar="1x|10x|max", help="Play the steps in time (on a terminal)."),
+    ] = None,
+    lang: LangOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per step (or per event of the log).")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="The step table with tabs, without colours.")
+    ] = False,
+) -> None:
+    """Show a recorded run: timeline, steps, totals, or its log.
+
+    Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2 wrong usage, 3 not a readable
+    trace, 4 a trace newer than this nvtrace.
+    """
+    # noqa: PLC0415 below - `nvtrace --help` loads this module, and needs neither rich nor msgspec.
+    from nvtrace_cli.selection import Selection  # noqa: PLC0415
+    from nvtrace_cli.views.replay import Replay, parse_speed  # noqa: PLC0415
+
+    if view is None:
+        view = View.LOG if event is not None else View.ALL
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    if plain and view is View.TIMELINE:
+        raise UsageError("--plain has no timeline: leave out --view, or use --json")
+    if event is not None and view in {View.ALL, View.TIMELINE}:
+        raise UsageError(f"--event picks from the log or the steps: use it with --view log or "
+                         f"steps, not {view}")
+    screen = Replay(
+        file,
+        Selection.parse(steps, seq or [], event),
+        words(lang),
+        warn=lambda message: say(f"warning: {message}"),
+        speed=None if speed is None else parse_speed(speed),
+        is_unfolded=unfold,
+    )
+    if view is View.LOG:
+        screen.show_log(as_json=json)
+    elif json:
+        screen.show_json()
+    elif plain:
+        screen.show_plain()
+    else:
+        screen.show(
+            has_frame=view is View.ALL,
+            has_timeline=view in {View.ALL, View.TIMELINE},
+            has_steps=view in {View.ALL, View.STEPS},
+        )

@@ -1,0 +1,72 @@
+"""Consoles and the few colours and glyphs that all views share.
+
+Knows terminals. Does not know what is shown. rich itself honours NO_COLOR and leaves colours out
+where the output is no terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.theme import Theme
+
+THEME = Theme(
+    {
+        "label": "bright_black",
+        "heading": "bold",
+        "quiet": "bright_black",
+        "waiting": "yellow",
+        "prefill": "bold cyan",
+        "decode": "green",
+        "idle": "bright_black",
+        "preempted": "bold red",
+        "ended": "bold",
+        "warning": "yellow",
+        "error": "bold red",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """One character for each thing a request can be doing, and bars of rising height."""
+
+    waiting: str
+    idle: str
+    decode: str
+    ended: str
+    prefill: str
+    preempted: str
+    bars: str
+    times: str
+    dot: str
+
+
+UNICODE = Glyphs("·", "╌", "━", "●", "█", "x", "▁▂▃▄▅▆▇█", "×", "·")  # noqa: RUF001 - a times sign
+ASCII = Glyphs(".", "-", "=", "o", "#", "x", "", "x", "-")
+
+
+def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A console for stdout or stderr. Text from a trace is never taken for markup."""
+    return Console(
+        stderr=stderr,
+        width=width,
+        theme=THEME,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=False,
+    )
+
+
+def glyphs(console: Console) -> Glyphs:
+    """What the console's encoding can show."""
+    return UNICODE if console.encoding.startswith("utf") else ASCII
+
+
+def is_terminal(*, stderr: bool = False) -> bool:
+    """Is somebody watching? (FORCE_COLOR does not make a file a terminal here.)"""
+    stream = sys.stderr if stderr else sys.stdout
+    return stream.isatty()

@@ -1,0 +1,174 @@
+"""The panel at a replay's head: the model, the settings, the sum behind the KV pages, the machine.
+
+Knows which facts of a header are worth a line. Does not read files.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from nvtrace_cli.views.console import glyphs
+from nvtrace_cli.views.text import count, duration, escape, flow, parameters, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nvtrace import events as ev
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.summary import RunSummary
+
+_LINES = ("model", "engine", "limits", "kv", "machine", "started")
+_FRAME = 6  # columns of the border, its padding, and the gap after the labels
+
+
+def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console) -> Panel:
+    """What ran, with what, where.
+
+    Args:
+        run: the trace.
+        name: what the trace is called.
+        catalog: the words.
+        console: where it will be shown.
+    """
+    shapes = glyphs(console)
+    labels = [catalog.ui(f"header_{line}") for line in _LINES]
+    room = console.width - _FRAME - max(cell_len(label) for label in labels)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="label", no_wrap=True)
+    grid.add_column(overflow="fold")
+    contents = (
+        _model(run, catalog),
+        _engine(run, catalog),
+        _limits(run, catalog),
+        _kv_budget(run.budget, catalog, shapes.times) if run.budget else [],
+        _machine(run.header.environment),
+        _started(run, catalog),
+    )
+    for line, label, parts in zip(_LINES, labels, contents, strict=True):
+        if parts:
+            escaped = [escape(part) for part in parts]
+            text = "\n".join(escaped) if line == "kv" else flow(escaped, shapes.dot, room)
+            grid.add_row(Text(label), Text(text))
+    return Panel(
+        grid,
+        title=Text(f" {escape(name)} ", style="heading"),
+        title_align="left",
+        border_style="quiet",
+        padding=(0, 1),
+    )
+
+
+def _model(run: RunSummary, catalog: Catalog) -> list[str]:
+    model = run.header.model
+    folder = run.init.model if run.init else str(run.header.config.get("model", ""))
+    parts = [PurePath(folder).name or folder] if folder else []
+    if "architecture" in model:
+        parts.append(str(model["architecture"]))
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    if all(name in model for name in shape):
+        parts.append(catalog.ui("header_shape", **{name: model[name] for name in shape}))
+    number = num_parameters(model)
+    if number is not None:
+        parts.append(catalog.ui("header_parameters", number=parameters(number)))
+    return parts
+
+
+def num_parameters(model: dict[str, Any]) -> int | None:
+    """Parameters of a Qwen3 of this shape, a tied head counted once; None if the shape is unknown.
+
+    Args:
+        model: `ModelConfig` as the trace's header holds it.
+    """
+    try:
+        hidden, head_dim = model["hidden_size"], model["head_dim"]
+        q_size = model["num_attention_heads"] * head_dim
+        kv_size = model["num_key_value_heads"] * head_dim
+        attention = 2 * hidden * (q_size + kv_size) + 2 * head_dim  # q, k, v, o; q_norm, k_norm
+        mlp = 3 * hidden * model["intermediate_size"]  # gate, up, down
+        layers = model["num_hidden_layers"] * (attention + mlp + 2 * hidden)  # and two norms
+        embedding = model["vocab_size"] * hidden
+        return int(layers + hidden + embedding * (1 if model["tie_word_embeddings"] else 2))
+    except (KeyError, TypeError):
+        return None
+
+
+def _engine(run: RunSummary, catalog: Catalog) -> list[str]:
+    engine = run.header.engine
+    parts = [f"{engine.get('name', '?')} {engine.get('version', '')}".strip()]
+    if run.init:
+        parts += [run.init.device, run.init.dtype, run.init.attention_backend]
+        parts.append(run.init.policy)
+        key = "on" if run.init.enable_prefix_caching else "off"
+        parts.append(catalog.ui(f"header_prefix_caching_{key}"))
+    if run.ready:
+        parts.append(catalog.ui("header_ready", time=duration(run.ready.duration_ns)))
+    return parts
+
+
+def _limits(run: RunSummary, catalog: Catalog) -> list[str]:
+    if run.init is None:
+        return []
+    return [
+        catalog.ui("header_limit_seqs", number=count(run.init.max_num_seqs)),
+        catalog.ui("header_limit_tokens", number=count(run.init.max_num_batched_tokens)),
+        catalog.ui("header_limit_len", number=count(run.init.max_model_len)),
+    ]
+
+
+def _kv_budget(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> list[str]:
+    """The sum, with its numbers."""
+    page = catalog.ui(
+        "header_kv_page",
+        times=times,
+        num_layers=budget.num_layers,
+        block_size=budget.block_size,
+        num_kv_heads=budget.num_kv_heads,
+        head_dim=budget.head_dim,
+        dtype_bytes=budget.dtype_bytes,
+        block_bytes=size(budget.block_bytes),
+    )
+    pages = catalog.ui(
+        f"header_kv_{budget.rule}",
+        times=times,
+        utilization=f"{budget.utilization:.2f}",
+        total=size(budget.total_bytes),
+        used=size(budget.used_bytes),
+        limit="-" if budget.limit_bytes is None else size(budget.limit_bytes),
+        available=size(budget.available_bytes),
+        block_bytes=size(budget.block_bytes),
+        num_blocks=count(budget.num_blocks),
+        num_tokens=count(budget.num_blocks * budget.block_size),
+        pool=size(budget.num_blocks * budget.block_bytes),
+    )
+    return [page, pages]
+
+
+def _machine(environment: dict[str, Any]) -> list[str]:
+    known = (
+        ("platform", "{} {machine}"),
+        ("num_cpus", "{} CPUs"),
+        ("python", "Python {}"),
+        ("torch", "torch {}"),
+        ("gpu", "{}"),
+    )
+    machine = environment.get("machine", "")
+    return [
+        form.format(environment[name], machine=machine).strip()
+        for name, form in known
+        if environment.get(name) is not None
+    ]
+
+
+def _started(run: RunSummary, catalog: Catalog) -> list[str]:
+    created = run.header.created
+    shown = created[:19].replace("T", " ") + (" UTC" if created.endswith("+00:00") else "")
+    parts = [shown, catalog.ui("header_events", number=count(run.num_events))]
+    if run.header.world_size > 1:
+        parts.append(f"rank {run.header.rank} / {run.header.world_size}")
+    return parts

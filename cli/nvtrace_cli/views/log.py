@@ -1,0 +1,66 @@
+"""The log: one line an event, in the form the article prints.
+
+    TEACHING/SCHEDULE_PREFILL | phase=prefill | reason=waiting queue has admissible requests
+        | stats={engine_step=1, scheduled=2, waiting_len=0, running_len=2}      (on one line)
+    temperatures=[0.6, 0.6] -> token_ids=[335, 335] seq_ids=[0, 1]
+    step#1 prefill done in 772.24ms num_tokens_stat=30 finished_this_step=[]
+
+Knows the form of a line. Does not know colours, files or which events to show.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.envelope import Unknown
+from nvtrace_cli.views.text import escape
+
+if TYPE_CHECKING:
+    from nvtrace.catalog import Catalog
+
+
+def log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
+    """One event in one line, without a newline."""
+    match event:
+        case ev.StepEnd():
+            return (
+                f"step#{event.step} {event.batch_phase} done in {event.wall_ns / 1e6:.2f}ms "
+                f"num_tokens_stat={event.num_tokens_stat} finished_this_step={event.finished}"
+            )
+        case ev.SampleTokens():
+            return (
+                f"temperatures={_value(event.temperatures)} -> "
+                f"token_ids={event.token_ids} seq_ids={event.seq_ids}"
+            )
+        case Unknown():
+            facts = [(name, value) for name, value in event.fields.items() if name != "event"]
+            return f"TEACHING/{escape(event.event)} | stats={_stats(facts)}"
+    tag = ev.tag_of(event)
+    parts = [f"TEACHING/{tag}", f"phase={event.phase}"]
+    reason = getattr(event, "reason", None)
+    if reason is not None:
+        parts.append(f"reason={escape(catalog.reason(tag, reason))}")
+    if isinstance(event, ev.StateTransition):
+        parts.append(f"result={event.previous} -> {event.status}")
+    if event.log_fields:
+        parts.append(f"stats={_stats([(name, getattr(event, name)) for name in event.log_fields])}")
+    return " | ".join(parts)
+
+
+def _stats(facts: list[tuple[str, object]]) -> str:
+    return "{" + ", ".join(f"{escape(name)}={_value(value)}" for name, value in facts) + "}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_value, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, dict):
+        return _stats(list(value.items()))
+    return str(value)

@@ -1,0 +1,70 @@
+"""Steps and events as JSON, one object a line, for other programs.
+
+A step has the keys of `step_object`. Queues and free pages are those after the decision;
+`waiting` and `running` list the queues at the step's end. Times are in nanoseconds.
+
+Knows the keys. Does not know what is shown to people.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nvtrace.envelope import Unknown
+
+if TYPE_CHECKING:
+    from nvtrace.envelope import Record
+    from nvtrace_cli.summary import StepSummary
+
+
+def json_line(value: object) -> str:
+    """Any value as one line of JSON."""
+    return msgspec.json.encode(value).decode()
+
+
+def record_line(record: Record) -> str:
+    """A record as it stands in its trace."""
+    return json_line(record.fields if isinstance(record, Unknown) else record)
+
+
+def step_object(step: StepSummary) -> dict[str, Any]:
+    """One step."""
+    stop = step.stop
+    return {
+        "engine_step": step.index,
+        "phase": step.phase,
+        "reason": step.reason,
+        "scheduled": len(step.shares),
+        "seq_ids": step.seq_ids,
+        "num_scheduled_tokens": [share.num_tokens for share in step.shares],
+        "num_batched_tokens": step.num_batched_tokens,
+        "waiting_len": step.waiting_len,
+        "running_len": step.running_len,
+        "free_blocks": step.free_blocks,
+        "waiting": step.waiting,
+        "running": step.running,
+        "arrived": step.arrived,
+        "admitted": step.admitted,
+        "preempted": [
+            {"seq_id": event.seq_id, "for_seq_id": event.for_seq_id} for event in step.preempted
+        ],
+        "finished": [{"seq_id": seq_id, "reason": reason} for seq_id, reason in step.finished],
+        "admission_stop": None
+        if stop is None
+        else {
+            "seq_id": stop.seq_id,
+            "reason": stop.reason,
+            "need": stop.need,
+            "have": stop.have,
+        },
+        "num_blocks_taken": step.pages.num_taken,
+        "num_blocks_reused": step.pages.num_reused,
+        "num_blocks_published": step.pages.num_published,
+        "num_blocks_evicted": step.pages.num_evicted,
+        "num_blocks_freed": step.pages.num_freed,
+        "error": None if step.error is None else step.error.error_type,
+        "start_ns": step.start_ns,
+        "wall_ns": step.wall_ns,
+    }

@@ -1,0 +1,152 @@
+"""What happened in a step, in words: the last column of the step table.
+
+Knows which facts of a step are worth a sentence, and which sentence of the catalog says them. Does
+not know tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvtrace_cli.views.text import count, escape, ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.folding import Row
+    from nvtrace_cli.summary import Share, StepSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One key event.
+
+    Attributes:
+        text: the sentence.
+        style: its colour in the theme.
+    """
+
+    text: str
+    style: str = ""
+
+
+def notes(row: Row, catalog: Catalog) -> list[Note]:
+    """The key events of a row's steps, in the order in which they happened."""
+    step = row.first
+    found = [
+        *_arrivals(step, catalog),
+        *_preemptions(step, catalog),
+        *_prefill(row, catalog),
+        *_batch_change(row, catalog),
+        *_ends(step, catalog),
+        *_stop(step, catalog),
+        *_pages(row, catalog),
+        *_broken_off(step, catalog),
+    ]
+    return found or [Note(catalog.ui("note_decode"), "quiet")]
+
+
+def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
+    """Requests by their numbers: "seq 3", "seqs 3, 4"."""
+    numbers = tuple(seq_ids)
+    return catalog.ui("seq" if len(numbers) == 1 else "seqs", ids=ids(numbers))
+
+
+def _arrivals(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+    if step.arrived and step.index > 1:
+        key = "note_arrives" if len(step.arrived) == 1 else "note_arrive"
+        yield Note(catalog.ui(key, who=sequences(step.arrived, catalog)))
+
+
+def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+    for event in step.preempted:
+        is_itself = event.seq_id == event.for_seq_id
+        text = catalog.ui(
+            "note_preempted_itself" if is_itself else "note_preempted",
+            who=sequences([event.seq_id], catalog),
+            for_whom=sequences([event.for_seq_id], catalog),
+            num_blocks=event.num_blocks_freed,
+            num_tokens=event.num_tokens_to_recompute,
+        )
+        yield Note(text, "preempted")
+
+
+def _prefill(row: Row, catalog: Catalog) -> Iterator[Note]:
+    if row.first.phase != "prefill":
+        return
+    whole: dict[str, list[int]] = {"prompt": [], "recomputed": []}
+    for share in row.first.shares:
+        who = sequences([share.seq_id], catalog)
+        if share.num_cached:
+            text = catalog.ui(
+                "note_cached", who=who, num_cached=share.num_cached, num_total=share.num_total
+            )
+            yield Note(text)
+        if not share.is_complete or share.is_continued:
+            yield Note(_chunk(share, who, row, catalog))
+        else:
+            whole["recomputed" if share.is_recompute else "prompt"].append(share.seq_id)
+    for what, seq_ids in whole.items():
+        if seq_ids:
+            key = f"note_{what}" if len(seq_ids) == 1 else f"note_{what}_many"
+            yield Note(catalog.ui(key, who=sequences(seq_ids, catalog), count=len(seq_ids)))
+
+
+def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
+    last = next(other for other in row.last.shares if other.seq_id == share.seq_id)
+    return catalog.ui(
+        "note_chunk_done" if last.is_complete else "note_chunk",
+        who=who,
+        first=share.num_computed_before,
+        last=last.num_computed_before + last.num_tokens - 1,
+        num_total=share.num_total,
+    )
+
+
+def _batch_change(row: Row, catalog: Catalog) -> Iterator[Note]:
+    if row.batch_before is not None:
+        after = len(row.first.shares)
+        yield Note(catalog.ui("note_batch", before=row.batch_before, after=after))
+
+
+def _ends(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+    by_reason: dict[str, list[int]] = {}
+    for seq_id, reason in step.finished:
+        by_reason.setdefault(reason, []).append(seq_id)
+    for reason, seq_ids in by_reason.items():
+        key = "note_end" if len(seq_ids) == 1 else "note_end_many"
+        text = catalog.ui(key, who=sequences(seq_ids, catalog), reason=escape(reason))
+        yield Note(text, "ended")
+
+
+def _stop(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+    if step.stop is not None:
+        text = catalog.ui(
+            f"note_stop_{step.stop.reason}",
+            who=sequences([step.stop.seq_id], catalog),
+            need=step.stop.need,
+            have=step.stop.have,
+        )
+        yield Note(text, "waiting")
+
+
+def _pages(row: Row, catalog: Catalog) -> Iterator[Note]:
+    """Page counts over all steps of the row. What a prefill takes is seen in the free pages."""
+    counts = (
+        ("taken", sum(step.pages.num_taken for step in row.steps if step.phase == "decode")),
+        ("published", sum(step.pages.num_published for step in row.steps)),
+        ("evicted", sum(step.pages.num_evicted for step in row.steps)),
+    )
+    parts = [catalog.ui(f"pages_{what}", count=count(number)) for what, number in counts if number]
+    if parts:
+        separator = catalog.ui("pages_separator")
+        yield Note(catalog.ui("note_pages", parts=separator.join(parts)), "quiet")
+
+
+def _broken_off(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+    if step.error is not None:
+        yield Note(catalog.ui("note_error", error=escape(step.error.error_type)), "error")
+    elif step.wall_ns is None:
+        yield Note(catalog.ui("note_cut"), "error")

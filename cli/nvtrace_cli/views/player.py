@@ -1,0 +1,116 @@
+"""The player: a recorded run in time, its timeline growing step by step.
+
+Knows pace and frames. Does not know where the steps come from. Only called on a terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from nvtrace_cli.folding import fold
+from nvtrace_cli.views.step_table import step_table
+from nvtrace_cli.views.text import count, duration, ids
+from nvtrace_cli.views.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console, RenderableType
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.summary import StepSummary
+
+_FRAMES_PER_SECOND = 20
+_ROWS_SHOWN = 6
+_TABLE_MARGIN = 9  # lines of a frame beside the timeline's rows and the table's
+
+
+class Pacer:
+    """Waits as long as the run did, divided by the speed.
+
+    Args:
+        speed: infinity never waits.
+        clock, sleep: for tests.
+    """
+
+    def __init__(
+        self,
+        speed: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.speed = speed
+        self._clock = clock
+        self._sleep = sleep
+        self._start: tuple[float, int] | None = None  # (our time, the trace's) of the first moment
+
+    def wait_until(self, ts_ns: int | None) -> None:
+        """Sleep until a moment of the trace has come. The first one asked for is now."""
+        if ts_ns is None:
+            return
+        if self._start is None:
+            self._start = (self._clock(), ts_ns)
+        began, began_ns = self._start
+        remaining = began + (ts_ns - began_ns) / 1e9 / self.speed - self._clock()
+        if remaining > 0:
+            self._sleep(remaining)
+
+
+def play(
+    steps: Sequence[StepSummary],
+    seq_ids: Sequence[int],
+    catalog: Catalog,
+    console: Console,
+    pacer: Pacer,
+    *,
+    has_timeline: bool,
+) -> None:
+    """Show the steps one after the other, then clear the stage for the whole picture."""
+    last_frame = float("-inf")
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        for index, step in enumerate(steps):
+            pacer.wait_until(step.end_ns)
+            now = time.monotonic()
+            if now - last_frame >= 1 / _FRAMES_PER_SECOND or index + 1 == len(steps):
+                last_frame = now
+                shown = steps[: index + 1]
+                frame = _frame(shown, seq_ids, catalog, console, steps[-1].index, has_timeline)
+                live.update(frame, refresh=True)
+
+
+def _frame(
+    steps: Sequence[StepSummary],
+    seq_ids: Sequence[int],
+    catalog: Catalog,
+    console: Console,
+    last: int,
+    has_timeline: bool,  # noqa: FBT001 - inside this file
+) -> RenderableType:
+    step = steps[-1]
+    parts: list[RenderableType] = []
+    room = console.height - _TABLE_MARGIN
+    if has_timeline:
+        parts += [Timeline(steps, seq_ids, catalog, last), Text()]
+        room -= len(seq_ids)
+    parts.append(
+        Text(
+            catalog.ui(
+                "play_status",
+                step=count(step.index),
+                last=count(last),
+                time=duration(step.end_ns - steps[0].start_ns),
+                batch=ids(step.seq_ids),
+                waiting=ids(step.waiting) or "-",
+                free=count(step.free_blocks),
+            )
+        )
+    )
+    if room > 0:
+        rows = fold(steps)[-min(room, _ROWS_SHOWN) :]
+        parts.append(step_table(rows, catalog))
+    return Group(*parts)

@@ -1,0 +1,164 @@
+"""Replay on the terminal: puts header, timeline, step table and totals together, or plays them.
+
+Knows the order of things and when to animate. Does not know how a part is drawn (its own file) or
+what the options are called (`nvtrace_cli/replay.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from nvtrace.envelope import Footer, Header
+from nvtrace.reader import read_trace
+from nvtrace.replay import InconsistentTraceError
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.folding import fold
+from nvtrace_cli.summary import summarize
+from nvtrace_cli.views.console import is_terminal, make_console
+from nvtrace_cli.views.header import header_panel
+from nvtrace_cli.views.log import log_line
+from nvtrace_cli.views.machine import json_line, record_line, step_object
+from nvtrace_cli.views.player import Pacer, play
+from nvtrace_cli.views.step_table import plain_lines, step_table
+from nvtrace_cli.views.timeline import Timeline
+from nvtrace_cli.views.totals import totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nvtrace.catalog import Catalog
+    from nvtrace.envelope import Record
+    from nvtrace_cli.selection import Selection
+    from nvtrace_cli.summary import RunSummary, StepSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One trace, to be shown.
+
+    Attributes:
+        source: path of the trace, "-" for stdin.
+        selection: what to show of it.
+        catalog: the words.
+        warn: takes a sentence about a trace that is not whole.
+        speed: 2.0 plays twice as fast as it was, infinity without waiting, None plays nothing.
+        is_unfolded: give every step a row of its own.
+    """
+
+    source: str
+    selection: Selection
+    catalog: Catalog
+    warn: Callable[[str], None]
+    speed: float | None = None
+    is_unfolded: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the trace is called on screen."""
+        return "stdin" if self.source == "-" else PurePath(self.source).name
+
+    def show(self, *, has_frame: bool, has_timeline: bool, has_steps: bool) -> None:
+        """Draw the run.
+
+        Args:
+            has_frame: begin with the header panel and end with the totals.
+            has_timeline: draw the timeline.
+            has_steps: draw the step table.
+        """
+        run, steps = self._read()
+        console = make_console()
+        seq_ids = self._seq_ids(run)
+        if has_frame:
+            console.print(header_panel(run, self.name, self.catalog, console))
+            console.print()
+        if steps and self.speed is not None and is_terminal():
+            play(steps, seq_ids, self.catalog, console, Pacer(self.speed), has_timeline=has_timeline)
+        if not steps:
+            console.print(Text(self.catalog.ui("no_steps"), style="quiet"))
+        if steps and has_timeline:
+            in_range = [step for step in run.steps if self.selection.has_step(step.index)]
+            console.print(Timeline(in_range, seq_ids, self.catalog))
+            console.print()
+        if steps and has_steps:
+            rows = fold(steps, is_unfolded=self.is_unfolded)
+            console.print(step_table(rows, self.catalog))
+        if has_frame:
+            console.print()
+            console.print(totals(run, seq_ids, self.catalog, console))
+
+    def show_json(self) -> None:
+        """One JSON object per step."""
+        for step in self._read()[1]:
+            print_line(json_line(step_object(step)))
+
+    def show_plain(self) -> None:
+        """The step table with tabs."""
+        rows = fold(self._read()[1], is_unfolded=self.is_unfolded)
+        for line in plain_lines(rows, self.catalog):
+            print_line(line)
+
+    def show_log(self, *, as_json: bool) -> None:
+        """One line per event, as they come: in the article's form, or as JSON."""
+        console = make_console()
+        is_animated = self.speed is not None and is_terminal() and not as_json
+        pacer = Pacer(self.speed) if is_animated and self.speed is not None else None
+        for record in self._records():
+            if isinstance(record, Header | Footer):
+                if as_json and self.selection.is_everything:
+                    print_line(record_line(record))
+                continue
+            if not self.selection.picks_event(record):
+                continue
+            if pacer is not None:
+                pacer.wait_until(getattr(record, "ts_ns", None))
+            if as_json:
+                print_line(record_line(record))
+            elif console.is_terminal and not console.no_color:
+                style = getattr(record, "phase", "")
+                line = Text(log_line(record, self.catalog))
+                line.stylize(style if style in {"prefill", "decode"} else "", 0, len(line))
+                console.print(line, soft_wrap=True)
+            else:
+                print_line(log_line(record, self.catalog))
+
+    def _records(self) -> Iterator[Record]:
+        return read_trace(self.source, warn=self.warn)
+
+    def _read(self) -> tuple[RunSummary, list[StepSummary]]:
+        try:
+            run = summarize(self._records())
+        except InconsistentTraceError as error:
+            raise InconsistentTraceError(f"{self.name}: {error}") from error
+        self.selection.check(run, self.name)
+        return run, [step for step in run.steps if self.selection.picks_step(step)]
+
+    def _seq_ids(self, run: RunSummary) -> list[int]:
+        wanted = self.selection.seq_ids
+        return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
+
+
+def print_line(line: str) -> None:
+    """One line of data to stdout, as it is."""
+    sys.stdout.write(line + "\n")
+
+
+def parse_speed(text: str) -> float:
+    """How fast to play: "1x", "2.5x", "max".
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if text == "max":
+        return float("inf")
+    try:
+        speed = float(text.removesuffix("x"))
+    except ValueError:
+        speed = 0.0
+    if not 0.0 < speed < float("inf"):
+        raise UsageError(f"--speed {text}: write 1x, 10x, 0.5x or max")
+    return speed

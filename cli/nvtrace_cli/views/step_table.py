@@ -1,0 +1,107 @@
+"""The step table: what the scheduler decided, step by step, equal steps folded.
+
+Knows columns. Does not know what folds (`folding.py`) or what is worth a word (`notes.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from nvtrace_cli.views.notes import notes
+from nvtrace_cli.views.text import count, duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.folding import Row
+
+PLAIN_COLUMNS = (
+    *("first_step", "last_step", "phase", "scheduled", "tokens"),
+    *("waiting", "running", "free_blocks", "wall_ms", "key_event"),
+)
+
+
+def step_table(rows: Iterable[Row], catalog: Catalog, title: str | None = None) -> Table:
+    """Rows as a rich table that stays readable at 80 columns.
+
+    Args:
+        rows: what `folding.fold` made.
+        catalog: the words.
+        title: shown above; the catalog's own if None.
+    """
+    table = Table(
+        title=Text(catalog.ui("steps_title") if title is None else title, style="heading"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+        pad_edge=False,
+        header_style="label",
+    )
+    for name, justify in (
+        ("step", "right"),
+        ("phase", "left"),
+        ("seqs", "right"),
+        ("tokens", "right"),
+        ("waiting", "right"),
+        ("running", "right"),
+        ("free", "right"),
+        ("time", "right"),
+    ):
+        heading = Text(catalog.ui(f"column_{name}"))
+        heading.append(" " if name == "time" else "")  # some room before the words
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich's literal
+    table.add_column(Text(catalog.ui("column_event")), ratio=1, overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row, catalog))
+    return table
+
+
+def _cells(row: Row, catalog: Catalog) -> Iterator[Text]:
+    step = row.first
+    yield Text(_step_range(row))
+    yield Text(step.phase or "-", style=step.phase or "quiet")
+    yield Text(count(len(step.shares)))
+    yield Text(count(step.num_batched_tokens))
+    yield Text(count(step.waiting_len), style="waiting" if step.waiting_len else "quiet")
+    yield Text(count(step.running_len))
+    yield Text(count(row.last.free_blocks))
+    yield Text(f"{_time(row)} ", style="quiet" if row.is_folded else "")
+    yield Text("\n").join(Text(note.text, note.style) for note in notes(row, catalog))
+
+
+def _step_range(row: Row) -> str:
+    first, last = row.first.index, row.last.index
+    return f"{first} - {last}" if row.is_folded else str(first)
+
+
+def _time(row: Row) -> str:
+    if row.wall_ns is None:
+        return "-"
+    return f"{'~' if row.is_folded else ''}{duration(row.wall_ns)}"
+
+
+def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
+    """The same table with tabs between its columns, for other programs."""
+    yield "\t".join(PLAIN_COLUMNS)
+    for row in rows:
+        step = row.first
+        yield "\t".join(
+            (
+                str(step.index),
+                str(row.last.index),
+                step.phase or "",
+                str(len(step.shares)),
+                str(step.num_batched_tokens),
+                str(step.waiting_len),
+                str(step.running_len),
+                str(row.last.free_blocks),
+                "" if row.wall_ns is None else f"{row.wall_ns / 1e6:.3f}",
+                catalog.ui("note_separator").join(note.text for note in notes(row, catalog)),
+            )
+        )

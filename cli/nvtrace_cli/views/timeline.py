@@ -1,0 +1,271 @@
+"""The timeline: one row a request, engine steps along the width, the batch size beneath.
+
+    seq 0   █━━━━━━━━━━━━━●
+    seq 1   █━━━━━━━━━━━━━━━━━━━━━━━━●
+    batch   ███████████████▄▄▄▄▄▄▄▄▄▄▄
+            2              1
+    step    1         100       200
+
+Knows how steps are spread over columns and which state a column of many steps shows. Does not know
+how the steps were worked out (`summary.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from nvtrace_cli.views.console import glyphs
+from nvtrace_cli.views.text import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.summary import StepSummary
+    from nvtrace_cli.views.console import Glyphs
+
+_MAX_COLUMNS_PER_STEP = 4
+_NICE = (1, 2, 5)
+
+
+class CellState(IntEnum):
+    """What a request does in a step; of several in one column the highest is drawn."""
+
+    ABSENT = 0
+    WAITING = 1
+    IDLE = 2  # running, but not in this step's batch
+    DECODE = 3
+    ENDED = 4
+    PREFILL = 5
+    PREEMPTED = 6
+
+    @property
+    def style(self) -> str:
+        """The theme's name for its colour."""
+        return self.name.lower()
+
+
+_LEGEND = (  # in the order of a request's life
+    *(CellState.WAITING, CellState.PREFILL, CellState.DECODE),
+    *(CellState.IDLE, CellState.PREEMPTED, CellState.ENDED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How steps are spread over columns.
+
+    Attributes:
+        first: the step in the first column.
+        num_steps: steps shown.
+        steps_per_column: at least 1; more where steps are many.
+        columns_per_step: at least 1; more where steps are few.
+    """
+
+    first: int
+    num_steps: int
+    steps_per_column: int
+    columns_per_step: int
+
+    @classmethod
+    def fit(cls, first: int, last: int, width: int) -> Scale:
+        """Spread the steps first..last over at most `width` columns."""
+        num_steps = last - first + 1
+        columns_per_step = min(max(width // num_steps, 1), _MAX_COLUMNS_PER_STEP)
+        return cls(first, num_steps, -(-num_steps // width), columns_per_step)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that the steps fill."""
+        return -(-self.num_steps // self.steps_per_column) * self.columns_per_step
+
+    def column(self, step: int) -> int:
+        """Where a step begins."""
+        return (step - self.first) // self.steps_per_column * self.columns_per_step
+
+
+class Timeline:
+    """A rich renderable.
+
+    Args:
+        steps: in their order, at least one.
+        seq_ids: the requests to draw, in the order of their rows.
+        catalog: the words.
+        last: the last step on the axis, if the run is still going on; the last of `steps` if None.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[StepSummary],
+        seq_ids: Sequence[int],
+        catalog: Catalog,
+        last: int | None = None,
+    ) -> None:
+        self.steps = steps
+        self.seq_ids = seq_ids
+        self.catalog = catalog
+        self.last = steps[-1].index if last is None else last
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it as wide as there is room."""
+        shapes = glyphs(console)
+        labels = [self.catalog.ui("seq", ids=seq_id) for seq_id in self.seq_ids]
+        names = [self.catalog.ui(key) for key in ("timeline_batch", "timeline_step")]
+        margin = max(Text(label).cell_len for label in (*labels, *names)) + 2
+        scale = Scale.fit(self.steps[0].index, self.last, max(options.max_width - margin, 1))
+        cells = self._cells(scale)
+        lines = [
+            _labelled(label, margin, _row(cells[seq_id], shapes))
+            for label, seq_id in zip(labels, self.seq_ids, strict=True)
+        ]
+        batch = self._batch_sizes(scale)
+        bars = [_bars(batch, shapes)] if shapes.bars else []
+        for name, line in zip((names[0], ""), (*bars, _changes(batch)), strict=False):
+            lines.append(_labelled(name, margin, line))
+        lines.append(_labelled(names[1], margin, _axis(scale, options.max_width - margin)))
+        lines += [Text(), self._legend(cells, shapes, margin)]
+        yield Group(self._title(scale), *lines)
+
+    def _title(self, scale: Scale) -> Text:
+        first, last = scale.first, scale.first + scale.num_steps - 1
+        key = "timeline_scale_one" if scale.steps_per_column == 1 else "timeline_scale"
+        return Text.assemble(
+            (self.catalog.ui("timeline_title"), "heading"),
+            "  ",
+            (
+                self.catalog.ui(
+                    key, first=count(first), last=count(last), steps=scale.steps_per_column
+                ),
+                "quiet",
+            ),
+        )
+
+    def _cells(self, scale: Scale) -> dict[int, list[CellState]]:
+        cells = {seq_id: [CellState.ABSENT] * scale.num_columns for seq_id in self.seq_ids}
+        for step in self.steps:
+            column = scale.column(step.index)
+            for seq_id, strokes in _strokes(step):
+                if seq_id not in cells:
+                    continue
+                row = cells[seq_id]
+                for offset in range(scale.columns_per_step):
+                    stroke = strokes[min(offset, len(strokes) - 1)]
+                    row[column + offset] = max(row[column + offset], stroke)
+        return cells
+
+    def _batch_sizes(self, scale: Scale) -> list[int | None]:
+        sizes: list[int | None] = [None] * scale.num_columns
+        for step in self.steps:
+            column = scale.column(step.index)
+            sizes[column : column + scale.columns_per_step] = [len(step.shares)] * (
+                scale.columns_per_step
+            )
+        return sizes
+
+    def _legend(
+        self, cells: dict[int, list[CellState]], shapes: Glyphs, margin: int
+    ) -> Text:
+        seen = {state for row in cells.values() for state in row} - {CellState.ABSENT}
+        legend = Text(" " * margin)
+        for state in (state for state in _LEGEND if state in seen):
+            legend.append(_glyph(state, shapes), style=state.style)
+            legend.append(f" {self.catalog.ui(f'state_{state.style}')}   ")
+        legend.rstrip()
+        return legend
+
+
+def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
+    """(seq_id, what to draw in the step's columns; the last stroke fills what is left) of each."""
+    ended = {seq_id for seq_id, _ in step.finished}
+    victims = {event.seq_id for event in step.preempted}
+    batch = set(step.seq_ids)
+    is_prefill = step.phase == "prefill"
+    for seq_id in step.seq_ids:
+        strokes = (CellState.PREFILL,) if is_prefill else (CellState.DECODE,)
+        if seq_id in ended:
+            end = (CellState.ENDED, CellState.ABSENT)
+            strokes = (CellState.PREFILL, *end) if is_prefill else end
+        yield seq_id, strokes
+    for seq_id in step.running:
+        if seq_id not in batch:
+            yield seq_id, (CellState.IDLE,)
+    for seq_id in step.waiting:
+        is_victim = seq_id in victims
+        yield (
+            seq_id,
+            (CellState.PREEMPTED, CellState.WAITING) if is_victim else (CellState.WAITING,),
+        )
+
+
+def _glyph(state: CellState, shapes: Glyphs) -> str:
+    return " " if state is CellState.ABSENT else str(getattr(shapes, state.style))
+
+
+def _row(cells: list[CellState], shapes: Glyphs) -> Text:
+    line = Text()
+    for state in cells:
+        line.append(_glyph(state, shapes), style="" if state is CellState.ABSENT else state.style)
+    return line
+
+
+def _bars(batch: list[int | None], shapes: Glyphs) -> Text:
+    largest = max((size for size in batch if size is not None), default=0)
+    top = len(shapes.bars)
+    line = Text(style="quiet")
+    for size in batch:
+        line.append(shapes.bars[-(-size * top // largest) - 1] if size else " ")
+    return line
+
+
+def _changes(batch: list[int | None]) -> Text:
+    """The batch size, written where it changes and there is room for it."""
+    characters = [" "] * len(batch)
+    free_from = 0
+    for column, size in enumerate(batch):
+        if size is None or (column and size == batch[column - 1]) or column < free_from:
+            continue
+        digits = str(size)
+        stays = all(value == size for value in batch[column : column + len(digits)])
+        if stays and column + len(digits) <= len(batch):
+            characters[column : column + len(digits)] = digits
+            free_from = column + len(digits) + 1
+    return Text("".join(characters))
+
+
+def _axis(scale: Scale, width: int) -> Text:
+    """Round step numbers, each where its step begins."""
+    last = scale.first + scale.num_steps - 1
+    room = len(str(last)) + 3  # columns a label takes, with the space after it
+    distance = _round_up(room * scale.steps_per_column / scale.columns_per_step)
+    ticks = [scale.first, *range(-(-scale.first // distance) * distance, last + 1, distance)]
+    characters = [" "] * width
+    free_from = 0
+    for step in ticks:
+        column = scale.column(step)
+        if column >= free_from and column + len(str(step)) <= width:
+            characters[column : column + len(str(step))] = str(step)
+            free_from = column + len(str(step)) + 1
+    return Text("".join(characters).rstrip(), "quiet")
+
+
+def _round_up(number: float) -> int:
+    """The next number of 1, 2, 5, 10, 20, 50 ..."""
+    power = 1
+    while True:
+        for digit in _NICE:
+            if digit * power >= number:
+                return digit * power
+        power *= 10
+
+
+def _labelled(label: str, margin: int, line: Text) -> Text:
+    start = Text(label, style="label")
+    start.pad_right(margin - start.cell_len)
+    return Text.assemble(start, line)

@@ -1,0 +1,156 @@
+"""The totals at a replay's end, and what became of each request.
+
+Knows sums and rates over a whole run. Does not know single steps' stories (`step_table.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from nvtrace_cli.views.text import count, duration, escape, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from rich.console import Console, RenderableType
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.summary import RequestSummary, RunSummary
+
+_NS_PER_S = 1e9
+_TEXT_INDENT = 5
+
+
+def totals(
+    run: RunSummary, seq_ids: Iterable[int], catalog: Catalog, console: Console
+) -> RenderableType:
+    """The run's sums and its requests.
+
+    Args:
+        run: the whole trace.
+        seq_ids: the requests to list.
+        catalog: the words.
+        console: where it will be shown: texts are cut to its width.
+    """
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="label", no_wrap=True)
+    grid.add_column()
+    for label, text in _sums(run, catalog):
+        grid.add_row(Text(catalog.ui(f"totals_{label}")), Text(text))
+    requests = [run.requests[seq_id] for seq_id in seq_ids]
+    parts: list[RenderableType] = [Text(catalog.ui("totals_title"), style="heading"), grid]
+    if requests:
+        parts += [Text(), _request_table(requests, catalog)]
+        parts += list(_texts(requests, catalog, console.width))
+    return Group(*parts)
+
+
+def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
+    prefill = [step for step in run.steps if step.phase == "prefill"]
+    decode = [step for step in run.steps if step.phase == "decode"]
+    requests = run.requests.values()
+    num_prompt = sum(request.prompt_len for request in requests)
+    num_completion = sum(request.num_completion_tokens for request in requests)
+    yield (
+        "steps",
+        catalog.ui(
+            "totals_steps_sum",
+            total=count(len(run.steps)),
+            prefill=count(len(prefill)),
+            decode=count(len(decode)),
+        ),
+    )
+    yield (
+        "tokens",
+        catalog.ui(
+            "totals_tokens_sum",
+            num_prompt=count(num_prompt),
+            num_completion=count(num_completion),
+            num_cached=count(sum(request.num_cached_tokens for request in requests)),
+        ),
+    )
+    wall, prefill_ns, decode_ns = (
+        sum(step.wall_ns or 0 for step in steps) for steps in (run.steps, prefill, decode)
+    )
+    if wall:
+        yield (
+            "time",
+            catalog.ui(
+                "totals_time_sum",
+                total=duration(wall),
+                prefill=duration(prefill_ns),
+                decode=duration(decode_ns),
+            ),
+        )
+        yield "speed", catalog.ui("totals_speed_sum", rate=_rate(num_completion, wall))
+    yield "preemptions", count(sum(request.num_preemptions for request in requests))
+    if run.refused:
+        yield "refused", catalog.ui("totals_refused_sum", count=count(len(run.refused)))
+    for error in run.errors:
+        yield "error", f"{escape(error.error_type)}: {escape(error.message)}"
+
+
+def _rate(num_tokens: int, nanoseconds: int) -> str:
+    rate = num_tokens * _NS_PER_S / nanoseconds
+    return f"{rate:.1f}" if rate < 100 else count(round(rate))  # noqa: PLR2004 - three digits
+
+
+def _request_table(requests: list[RequestSummary], catalog: Catalog) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        header_style="label",
+    )
+    names = ("seq", "prompt", "cached", "output", "first_token", "preempted", "end")
+    for name in names:
+        justify = "left" if name in {"first_token", "end"} else "right"
+        table.add_column(Text(catalog.ui(f"request_{name}")), justify=justify, no_wrap=name != "end")  # type: ignore[arg-type]  # rich's literal
+    for request in requests:
+        table.add_row(
+            Text(str(request.seq_id)),
+            Text(count(request.prompt_len)),
+            Text(count(request.num_cached_tokens), style="" if request.num_cached_tokens else "quiet"),
+            Text(f"{count(request.num_completion_tokens)}/{count(request.max_tokens)}"),
+            Text(_first_token(request, catalog)),
+            Text(
+                count(request.num_preemptions),
+                style="preempted" if request.num_preemptions else "quiet",
+            ),
+            Text(_end(request, catalog)),
+        )
+    return table
+
+
+def _first_token(request: RequestSummary, catalog: Catalog) -> str:
+    if request.first_token_ns is None:
+        return "-"
+    return catalog.ui(
+        "request_first_token_at",
+        step=count(request.first_token_step or 0),
+        time=duration(request.first_token_ns - request.enqueued_ns),
+    )
+
+
+def _end(request: RequestSummary, catalog: Catalog) -> str:
+    if request.reason is None:
+        return catalog.ui("request_unfinished")
+    reason = escape(request.reason)
+    if request.end_step is None:
+        return reason
+    return catalog.ui("request_end_at", reason=reason, step=count(request.end_step))
+
+
+def _texts(requests: list[RequestSummary], catalog: Catalog, width: int) -> Iterator[Text]:
+    for request in requests:
+        if request.text is not None:
+            label = catalog.ui("seq", ids=request.seq_id)
+            start = Text(f"{label}  ", style="label")
+            room = width - start.cell_len
+            yield Text.assemble(start, shorten(f'"{escape(request.text)}"', room))

@@ -1,0 +1,197 @@
+"""The real engine around a model that is a pure function of the tokens before.
+
+Knows what each slot of a KV cache must hold, and looks at every slot that a step may read. Does not
+know requests (`workload.py`). Everything but the model is the engine's own: queues, pages, layout.
+
+The model's "K and V" of a position is a digest of all tokens up to it, made from the digest of the
+position before (read from the cache) and the token's id, as attention makes a state from states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, cast
+
+import pytest
+
+from nanovllm.engine import llm_engine
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
+from nanovllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nanovllm.config import Config
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.observer import Observer
+
+VOCAB_SIZE = 7
+EOS_TOKEN_IDS = (0, 6)
+_START = 1  # the digest of no tokens
+_FAKE_MODEL = ModelConfig(
+    architecture="Fake",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=1,
+    intermediate_size=1,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=1,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=10**6,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    hidden_act="silu",
+    dtype=None,
+    eos_token_ids=EOS_TOKEN_IDS,
+)
+Moment = Literal["scheduled", "ran", "sampled"]
+
+
+class InjectedError(Exception):
+    """What a test throws into a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The engine's options, under the names that `LLM` knows them by."""
+
+    kvcache_block_size: int = 4
+    num_kvcache_blocks: int = 1000
+    max_num_batched_tokens: int = 1000
+    max_num_seqs: int = 100
+    max_model_len: int = 1000
+    enable_prefix_caching: bool = True
+
+
+def digests(token_ids: list[int]) -> list[int]:
+    """For each position, what its slot must hold: a digest of all tokens up to it."""
+    held, digest = [], _START
+    for token_id in token_ids:
+        digest = hash((digest, token_id))  # of ints: the same in every process
+        held.append(digest)
+    return held
+
+
+def next_token(digest: int) -> int:
+    """What the model says after the tokens behind `digest`."""
+    return digest % VOCAB_SIZE
+
+
+class FakeRunner:
+    """Stands in for ModelRunner: runs a batch on digests, and looks at every slot it may read.
+
+    Attributes:
+        at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
+    """
+
+    def __init__(self, config: Config, _model_config: ModelConfig, observer: Observer) -> None:
+        assert config.num_kvcache_blocks is not None
+        self.block_size = config.kvcache_block_size
+        self.num_kvcache_blocks = config.num_kvcache_blocks
+        self.observer = observer
+        self.cache: dict[int, int] = {}  # slot -> digest
+        self.at: Callable[[Moment, Batch], None] = _pass_by
+
+    def run(self, batch: Batch) -> list[int]:
+        """What ModelRunner.run does, with the same words to the observer."""
+        self.at("scheduled", batch)
+        assert batch, "an empty batch"
+        for seq in batch.seqs:  # before this step writes anything
+            self._check_context(seq, seq.block_table, seq.num_computed_tokens)
+        inputs: PrefillInputs | DecodeInputs
+        if batch.phase == "prefill":
+            inputs = prepare_prefill(batch, self.block_size)
+            self.observer.prepare_prefill_tensors(inputs)
+            states = self._prefill(inputs, batch.seqs)
+        else:
+            inputs = prepare_decode(batch, self.block_size)
+            self.observer.prepare_decode_tensors(inputs)
+            states = self._decode(inputs, batch.seqs)
+        reason = "prefill" if batch.phase == "prefill" else "device_has_no_graphs"
+        self.observer.run_eager(reason, len(inputs.input_ids))
+        self.at("ran", batch)
+        if not batch.sampled_seqs:
+            return []
+        token_ids = [next_token(state) for state in states]
+        self.observer.sample_tokens(batch.sampled_seqs, token_ids)
+        self.at("sampled", batch)
+        return token_ids
+
+    def _prefill(self, inputs: PrefillInputs, seqs: list[Sequence]) -> list[int]:
+        states = [0] * len(inputs.input_ids)
+        context_lens = [stop - start for start, stop in pairwise(inputs.cu_seqlens_k)]
+        for index, (first, stop) in enumerate(pairwise(inputs.cu_seqlens_q)):
+            start = context_lens[index] - (stop - first)
+            assert inputs.positions[first:stop] == list(range(start, start + stop - first))
+            table = None if inputs.block_tables is None else inputs.block_tables[index]
+            state = self._read(table, start - 1) if start else _START
+            for row in range(first, stop):
+                state = states[row] = hash((state, inputs.input_ids[row]))
+        self._write(inputs.slot_mapping, states)
+        for index, (seq, context_len) in enumerate(zip(seqs, context_lens, strict=True)):
+            if inputs.block_tables is None:  # attention takes K and V as they come
+                first, stop = inputs.cu_seqlens_k[index : index + 2]
+                assert states[first:stop] == digests(seq.token_ids[:context_len])
+            else:
+                self._check_context(seq, inputs.block_tables[index], context_len)
+        return [states[row] for row in inputs.logits_indices]
+
+    def _decode(self, inputs: DecodeInputs, seqs: list[Sequence]) -> list[int]:
+        states = []
+        for index, position in enumerate(inputs.positions):
+            assert inputs.context_lens[index] == position + 1
+            state = self._read(inputs.block_tables[index], position - 1) if position else _START
+            states.append(hash((state, inputs.input_ids[index])))
+        self._write(inputs.slot_mapping, states)
+        for seq, table, length in zip(seqs, inputs.block_tables, inputs.context_lens, strict=True):
+            self._check_context(seq, table, length)
+        return states
+
+    def _write(self, slot_mapping: list[int], states: list[int]) -> None:
+        assert len(set(slot_mapping)) == len(slot_mapping), "two tokens share a slot"
+        num_slots = self.num_kvcache_blocks * self.block_size
+        assert all(0 <= slot < num_slots for slot in slot_mapping), "a slot outside the pool"
+        self.cache.update(zip(slot_mapping, states, strict=True))
+
+    def _read(self, table: list[int] | None, position: int) -> int:
+        assert table is not None, "there is a context, but no table to find it by"
+        block_id = table[position // self.block_size]
+        return self.cache[block_id * self.block_size + position % self.block_size]
+
+    def _check_context(self, seq: Sequence, table: list[int], length: int) -> None:
+        """Does each of the first `length` positions find its own digest through the table?"""
+        held = [self._read(table, position) for position in range(length)]
+        assert held == digests(seq.token_ids[:length]), f"{seq} would attend to a wrong slot"
+
+
+class _FakeTokenizer:
+    def __init__(self, _folder: str) -> None:
+        pass
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
+def _pass_by(_moment: Moment, _batch: Batch) -> None:
+    pass
+
+
+def make_engine(settings: Settings, observer: Observer | None = None) -> LLMEngine:
+    """Build the real engine around the fake model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_engine, "ModelRunner", FakeRunner)
+        patch.setattr(llm_engine, "Tokenizer", _FakeTokenizer)
+        patch.setattr(ModelConfig, "from_folder", lambda _folder: _FAKE_MODEL)
+        return LLMEngine("fake", observer, **asdict(settings))
+
+
+def runner_of(engine: LLMEngine) -> FakeRunner:
+    """The fake model of an engine from `make_engine`."""
+    return cast("FakeRunner", engine.model_runner)

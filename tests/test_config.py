@@ -1,0 +1,267 @@
+"""Config: every option's limits, what "auto" comes to, and how many KV pages the memory holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nanovllm import LLM, Observer
+from nanovllm.config import Config
+from nanovllm.engine import kv_cache
+from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, GIB, KVBudget
+from nanovllm.errors import KVCacheError
+from nanovllm.models.config import ModelConfig
+from support.models import make_reference, save_reference
+from support.oracle import greedy_params, make_llm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COUNTS = [
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "kvcache_block_size",
+    "num_kvcache_blocks",
+]
+LEGAL: dict[str, list[Any]] = {
+    "max_num_batched_tokens": [1, 16384, 10**9],
+    "max_num_seqs": [1, 512, 10**9],
+    "max_model_len": [2, 4096, 10**9],
+    "gpu_memory_utilization": [1e-9, 0.5, 1, 1.0],
+    "tensor_parallel_size": [1],
+    "enforce_eager": [True, False],
+    "kvcache_block_size": [1, 3, 256, 1024],
+    "num_kvcache_blocks": [None, 1, 10**6],
+    "device": ["auto", "cpu"],
+    "dtype": ["auto", "float32", "float16", "bfloat16"],
+    "attention_backend": ["auto", "sdpa"],
+    "policy": ["prefill_first"],
+    "enable_prefix_caching": [True, False],
+    "seed": [0, 1, 2**64 - 1],
+}
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    **{name: [0, -1, -256] for name in COUNTS},
+    "max_model_len": [1, 0, -1],
+    "gpu_memory_utilization": [0, 0.0, -0.5, 1.0001, 90, math.nan, math.inf],
+    "tensor_parallel_size": [2, 8, 0, -1],
+    "device": ["cuda", "gpu", ""],
+    "dtype": ["float64", "int8", "fp32", ""],
+    "attention_backend": ["flash", ""],
+    "policy": ["fifo", ""],
+    "seed": [-1, 2**64],
+}
+OF_WRONG_TYPE: dict[str, list[Any]] = {
+    **{name: [1.5, 2.0, "4", True, [4]] for name in COUNTS},
+    "gpu_memory_utilization": ["0.9", None, True, [0.9]],
+    "enforce_eager": [0, 1, None, "no"],
+    "enable_prefix_caching": [0, 1, None, "false"],
+    "seed": [1.5, "5", None, True],
+}
+
+
+def pairs(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, listed in values.items() for value in listed]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reference(make_reference(), tmp_path_factory.mktemp("model"))
+
+
+def test_every_option_has_its_cases_here() -> None:
+    names = {field.name for field in dataclasses.fields(Config)} - {"model"}
+    words = {"device", "dtype", "attention_backend", "policy"}
+    assert set(LEGAL) == names
+    assert set(OUT_OF_RANGE) == names - {"enforce_eager", "enable_prefix_caching"}
+    assert set(OF_WRONG_TYPE) == names - words
+
+
+def test_the_defaults_are_those_of_nano_vllm() -> None:
+    config = Config.create("model", {})
+    assert config.max_num_batched_tokens == 16384
+    assert config.max_num_seqs == 512
+    assert config.max_model_len == 4096
+    assert config.gpu_memory_utilization == 0.9
+    assert config.tensor_parallel_size == 1
+    assert config.enforce_eager is False
+    assert config.kvcache_block_size == 256
+    assert config.num_kvcache_blocks is None
+    assert (config.device, config.dtype, config.attention_backend) == ("auto", "auto", "auto")
+    assert config.policy == "prefill_first"
+    assert config.enable_prefix_caching is True
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(LEGAL))
+def test_a_legal_value_is_kept(name: str, value: object) -> None:
+    assert getattr(Config.create("model", {name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(OUT_OF_RANGE))
+def test_a_value_out_of_range_is_a_value_error_that_names_the_option(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}\b"):
+        Config.create("model", {name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(OF_WRONG_TYPE))
+def test_a_value_of_a_wrong_type_is_a_type_error_that_names_the_option(
+    name: str, value: object
+) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        Config.create("model", {name: value})
+
+
+@pytest.mark.parametrize("name", ["device", "dtype", "attention_backend", "policy"])
+@pytest.mark.parametrize("value", [None, 1, ["auto"]])
+def test_a_word_that_is_none_is_refused_with_those_there_are(name: str, value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be one of .*{LEGAL[name][0]}"):
+        Config.create("model", {name: value})
+
+
+def test_an_unknown_option_is_a_type_error_that_names_it_and_those_there_are(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"'max_num_seq'.*max_num_seqs") as caught:
+        LLM(folder, max_num_seq=4)
+    for name in LEGAL:
+        assert name in str(caught.value)
+
+
+def test_a_bad_option_is_refused_before_the_model_is_read() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        LLM("no such folder", max_num_seqs=0)
+
+
+def test_a_home_folder_may_be_written_as_a_tilde(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Path(Config.create("~/model", {}).model) == tmp_path / "model"
+    assert Path(Config.create(Path("~") / "model", {}).model) == tmp_path / "model"
+
+
+def test_every_auto_is_resolved(folder: Path) -> None:
+    config = Config.create(folder, {})
+    config.resolve(ModelConfig.from_folder(folder))
+    assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "sdpa")
+    assert config.max_model_len == 512, "the model has no more positions"
+
+
+def test_what_was_given_stays_when_auto_is_resolved(folder: Path) -> None:
+    config = Config.create(folder, {"dtype": "bfloat16", "max_model_len": 100})
+    config.resolve(ModelConfig.from_folder(folder))
+    assert (config.dtype, config.max_model_len) == ("bfloat16", 100)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_engine_computes_in_the_dtype_that_was_asked_for(dtype: str, folder: Path) -> None:
+    llm = make_llm(folder, dtype=dtype)
+    assert {str(p.dtype) for p in llm.model_runner.model.parameters()} == {f"torch.{dtype}"}
+    assert str(llm.model_runner.kv_cache.dtype) == f"torch.{dtype}"
+    outputs = llm.generate([[5, 6, 7], [8]], greedy_params(6))
+    assert [len(output["token_ids"]) for output in outputs] == [6, 6]
+
+
+# -- the KV budget ---------------------------------------------------------------------------------
+
+BLOCK_BYTES = 2 * 2 * 256 * 2 * 16 * 4  # K and V, layers, tokens, kv heads, head_dim, float32
+
+
+class BudgetKeeper(Observer):
+    """Keeps the budget."""
+
+    def __init__(self) -> None:
+        self.budgets: list[KVBudget] = []
+
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        """Keep it."""
+        self.budgets.append(budget)
+
+
+def start(folder: Path, **options: Any) -> tuple[LLM, KVBudget]:  # noqa: ANN401 - any option
+    keeper = BudgetKeeper()
+    llm = LLM(folder, keeper, **options)
+    [budget] = keeper.budgets
+    return llm, budget
+
+
+@pytest.fixture
+def set_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    def set_to(total: int, free: int) -> None:
+        monkeypatch.setattr(kv_cache, "cpu_memory", lambda: (total, free))
+
+    return set_to
+
+
+def test_the_terms_of_the_kv_budget_add_up(
+    folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(GIB, GIB // 2)
+    llm, budget = start(folder, gpu_memory_utilization=0.75)
+    assert budget.rule == "cpu_bounded"
+    assert (budget.total_bytes, budget.free_bytes, budget.used_bytes) == (GIB, GIB // 2, GIB // 2)
+    assert (budget.utilization, budget.limit_bytes) == (0.75, CPU_KV_CACHE_LIMIT)
+    assert budget.available_bytes == GIB // 4
+    per_token = 2 * budget.num_layers * budget.num_kv_heads * budget.head_dim * budget.dtype_bytes
+    assert budget.block_bytes == budget.block_size * per_token == BLOCK_BYTES
+    assert budget.num_blocks == GIB // 4 // BLOCK_BYTES
+    assert llm.scheduler.block_manager.num_blocks == budget.num_blocks
+    assert llm.model_runner.kv_cache.nbytes == budget.num_blocks * budget.block_bytes
+
+
+def test_half_the_bytes_a_number_give_twice_the_pages(
+    folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(GIB, GIB // 2)
+    _, whole = start(folder)
+    _, half = start(folder, dtype="bfloat16")
+    assert half.dtype_bytes == 2
+    assert half.num_blocks // 2 == whole.num_blocks
+
+
+def test_a_big_machine_gives_no_more_than_the_limit(
+    folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(1000 * GIB, 900 * GIB)
+    _, budget = start(folder)
+    assert budget.available_bytes == budget.limit_bytes == CPU_KV_CACHE_LIMIT
+    assert budget.num_blocks == CPU_KV_CACHE_LIMIT // BLOCK_BYTES
+
+
+def test_a_given_number_of_pages_is_taken_whatever_the_memory(
+    folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(GIB, 0)
+    llm, budget = start(folder, num_kvcache_blocks=3)
+    assert (budget.rule, budget.num_blocks) == ("given", 3)
+    assert llm.model_runner.kv_cache.shape[2] == llm.scheduler.block_manager.num_blocks == 3
+
+
+@pytest.mark.parametrize("free", [0, GIB // 10, GIB // 10 + BLOCK_BYTES - 1])
+def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
+    free: int, folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(GIB, free)
+    with pytest.raises(KVCacheError, match=r"no KV page fits.*num_kvcache_blocks"):
+        start(folder)
+    set_memory(GIB, GIB // 10 + BLOCK_BYTES + 1)
+    assert start(folder)[1].num_blocks == 1
+
+
+@pytest.mark.parametrize("num_blocks", [2**40, 2**62, 2**63, 10**30])
+def test_more_pages_than_the_machine_gives_are_an_error_of_ours(
+    num_blocks: int, folder: Path
+) -> None:
+    with pytest.raises(KVCacheError, match="lower num_kvcache_blocks"):
+        start(folder, num_kvcache_blocks=num_blocks)
+
+
+def test_this_machines_memory_is_a_plausible_number() -> None:
+    total, free = kv_cache.cpu_memory()
+    assert 0 <= free <= total
+    assert total > GIB // 4

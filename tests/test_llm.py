@@ -1,0 +1,393 @@
+"""The public face: LLM(...), generate, add_request, step, abort; and what an observer hears."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nanovllm import LLM, Observer, SamplingParams
+from nanovllm.errors import TokenizerError
+from nvtrace.recorder import record
+from support.oracle import (
+    Narrator,
+    Oracle,
+    Watcher,
+    assert_empty,
+    greedy_params,
+    make_llm,
+    save_tokenizer,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nanovllm.outputs import RequestOutput
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
+EOS = 1
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """A model with a tokenizer, whose end-of-sequence token is `EOS`."""
+    oracle = Oracle.create(tmp_path_factory.mktemp("model"), {"eos_token_id": EOS})
+    save_tokenizer(oracle.folder)
+    return oracle
+
+
+@pytest.fixture(scope="session")
+def folder(oracle: Oracle) -> Path:
+    return oracle.folder
+
+
+def run_steps(llm: LLM) -> dict[int | None, RequestOutput]:
+    """Step until nobody is left."""
+    outputs: dict[int | None, RequestOutput] = {}
+    while not llm.is_finished():
+        for output in llm.step():
+            assert output["seq_id"] not in outputs
+            outputs[output["seq_id"]] = output
+    return outputs
+
+
+# -- generate --------------------------------------------------------------------------------------
+
+
+def test_an_output_has_every_fact_of_its_request(folder: Path, oracle: Oracle) -> None:
+    [output] = make_llm(folder).generate([[5, 6, 7]], greedy_params(4))
+    token_ids = oracle.greedy([5, 6, 7], 4)
+    assert EOS not in token_ids
+    assert output == {
+        "seq_id": 0,
+        "text": " ".join(f"w{token_id}" for token_id in token_ids),
+        "token_ids": token_ids,
+        "finish_reason": "length",
+        "reason": "max_tokens",
+        "num_prompt_tokens": 3,
+        "error": None,
+    }
+
+
+def test_a_text_that_ends_by_itself_stops_and_does_not_show_its_last_token(folder: Path) -> None:
+    llm = make_llm(folder)
+    llm.model_runner.model.lm_head.weight.data[EOS] *= 100.0  # sure to win, or to lose
+    outputs = llm.generate(
+        [[token_id] for token_id in range(2, 12)], SamplingParams(temperature=0, max_tokens=9)
+    )
+    ended = [output for output in outputs if output["finish_reason"] == "stop"]
+    assert ended
+    for output in ended:
+        assert output["reason"] == "eos"
+        assert output["token_ids"][-1] == EOS
+        assert output["token_ids"].count(EOS) == 1
+        assert output["text"] == " ".join(f"w{t}" for t in output["token_ids"][:-1])
+
+
+def test_outputs_come_in_the_prompts_order_whoever_ends_first(folder: Path, oracle: Oracle) -> None:
+    lengths = [9, 1, 5, 3, 7]
+    outputs = make_llm(folder, max_num_seqs=2).generate(
+        [[20 + length] for length in lengths], [greedy_params(n) for n in lengths]
+    )
+    assert tokens_of(outputs) == [oracle.greedy([20 + n], n) for n in lengths]
+    assert [output["seq_id"] for output in outputs] == [0, 1, 2, 3, 4]
+
+
+def test_text_and_token_ids_are_the_same_prompt(folder: Path) -> None:
+    llm = make_llm(folder)
+    texts = [" ".join(f"w{token_id}" for token_id in prompt) for prompt in PROMPTS]
+    by_text = llm.generate(texts, greedy_params(5))
+    by_ids = llm.generate(PROMPTS, greedy_params(5))
+    some_of_each: list[str | list[int]] = [PROMPTS[0], texts[1], PROMPTS[2]]
+    mixed = llm.generate(some_of_each, greedy_params(5))
+    assert tokens_of(by_text) == tokens_of(by_ids) == tokens_of(mixed)
+    assert [output["text"] for output in by_text] == [output["text"] for output in mixed]
+    assert [output["num_prompt_tokens"] for output in by_text] == [3, 1, 9]
+
+
+def test_prompts_are_left_as_they_were(folder: Path) -> None:
+    prompts = [list(prompt) for prompt in PROMPTS]
+    make_llm(folder).generate(prompts, greedy_params(5))
+    assert prompts == PROMPTS
+
+
+def test_one_sampling_params_is_for_all_and_a_list_is_one_for_each(folder: Path) -> None:
+    llm = make_llm(folder)
+    for_all = llm.generate(PROMPTS, greedy_params(4))
+    assert [len(output["token_ids"]) for output in for_all] == [4, 4, 4]
+    for_each = llm.generate(PROMPTS, [greedy_params(n) for n in (1, 2, 3)])
+    assert tokens_of(for_each) == [tokens_of(for_all)[n - 1][:n] for n in (1, 2, 3)]
+    for output in llm.generate(PROMPTS):
+        assert len(output["token_ids"]) == 64 or output["token_ids"][-1] == EOS
+
+
+def test_no_prompts_give_no_outputs(folder: Path) -> None:
+    llm = make_llm(folder)
+    assert llm.generate([], greedy_params(4)) == []
+    assert llm.generate([], []) == []
+    assert_empty(llm)
+
+
+def test_a_folder_without_tokenizer_runs_token_ids_and_refuses_text(tmp_path: Path) -> None:
+    llm = make_llm(Oracle.create(tmp_path).folder)
+    assert llm.generate([[5, 6]], greedy_params(3))[0]["text"] == ""
+    prompts: list[str | list[int]] = [[5, 6], "w5 w6"]
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        llm.generate(prompts, greedy_params(3))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        llm.add_request("w5 w6")
+    assert_empty(llm)
+
+
+def test_a_folder_with_half_a_tokenizer_refuses_text(tmp_path: Path) -> None:
+    llm = make_llm(Oracle.create(tmp_path).folder)
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        llm.generate(["w5 w6"], greedy_params(3))
+    assert_empty(llm)
+
+
+# -- request by request ----------------------------------------------------------------------------
+
+
+def test_step_by_step_gives_what_generate_gives(folder: Path) -> None:
+    params = [greedy_params(n) for n in (3, 7, 5)]
+    together = make_llm(folder).generate(PROMPTS, params)
+    llm = make_llm(folder)
+    assert llm.is_finished()
+    assert llm.step() == []
+    seq_ids = [llm.add_request(*request) for request in zip(PROMPTS, params, strict=True)]
+    assert seq_ids == [0, 1, 2]
+    assert not llm.is_finished()
+    outputs = run_steps(llm)
+    assert [outputs[seq_id] for seq_id in seq_ids] == together
+    assert_empty(llm)
+
+
+def test_each_output_comes_from_the_step_in_which_the_request_ended(folder: Path) -> None:
+    llm = make_llm(folder)
+    for num_tokens in (2, 1, 2):
+        llm.add_request([5, 6], greedy_params(num_tokens))
+    ended = [[output["seq_id"] for output in llm.step()] for _ in range(3)]
+    assert ended == [[1], [0, 2], []]
+    assert llm.engine_step == 2
+
+
+def test_a_late_request_joins_those_that_run(folder: Path, oracle: Oracle) -> None:
+    watcher = Watcher()
+    llm = make_llm(folder, watcher)
+    llm.add_request(PROMPTS[0], greedy_params(8))
+    llm.step()
+    llm.step()
+    llm.add_request(PROMPTS[2], greedy_params(8))
+    outputs = run_steps(llm)
+    assert watcher.most_running == 2
+    assert outputs[0]["token_ids"] == oracle.greedy(PROMPTS[0], 8)
+    assert outputs[1]["token_ids"] == oracle.greedy(PROMPTS[2], 8)
+
+
+def test_generate_refuses_while_requests_are_unfinished(folder: Path) -> None:
+    llm = make_llm(folder)
+    llm.add_request([5, 6], greedy_params(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"1 requests.*abort\(\)"):
+            llm.generate(PROMPTS, greedy_params(4))
+        assert len(llm.step()) == len(llm.requests) ^ 1
+    assert len(llm.generate(PROMPTS, greedy_params(4))) == 3
+
+
+def test_a_waiting_request_can_be_aborted(folder: Path, oracle: Oracle) -> None:
+    llm = make_llm(folder, max_num_seqs=1)
+    for prompt in PROMPTS:
+        llm.add_request(prompt, greedy_params(4))
+    llm.step()
+    output = llm.abort(1)
+    assert (output["token_ids"], output["text"]) == ([], "")
+    assert (output["finish_reason"], output["reason"]) == ("abort", "aborted")
+    outputs = run_steps(llm)
+    assert {seq_id: outputs[seq_id]["token_ids"] for seq_id in outputs} == {
+        0: oracle.greedy(PROMPTS[0], 4),
+        2: oracle.greedy(PROMPTS[2], 4),
+    }
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("budget", [4, 1000])
+def test_a_running_request_can_be_aborted_with_what_it_has(
+    budget: int, folder: Path, oracle: Oracle
+) -> None:
+    llm = make_llm(folder, max_num_batched_tokens=budget)
+    llm.add_request(PROMPTS[0], greedy_params(9))
+    long = llm.add_request(PROMPTS[2], greedy_params(9))
+    llm.step()
+    llm.step()  # with a budget of 4, in the middle of its prompt
+    output = llm.abort(long)
+    has = 0 if budget == 4 else 2
+    assert output["token_ids"] == oracle.greedy(PROMPTS[2], 9)[:has]
+    assert output["finish_reason"] == "abort"
+    llm.scheduler.check()
+    assert run_steps(llm)[0]["token_ids"] == oracle.greedy(PROMPTS[0], 9)
+    assert_empty(llm)
+
+
+def test_only_an_unfinished_request_can_be_aborted(folder: Path) -> None:
+    llm = make_llm(folder)
+    seq_id = llm.add_request([5, 6], greedy_params(1))
+    llm.step()
+    for gone in (seq_id, 7, -1):
+        with pytest.raises(KeyError, match=f"seq_id {gone}"):
+            llm.abort(gone)
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+SEEDED = [SamplingParams(temperature=1.0, max_tokens=20, seed=seed) for seed in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 2},
+        {"num_kvcache_blocks": 9},
+        {"num_kvcache_blocks": 9, "max_num_batched_tokens": 3, "enable_prefix_caching": False},
+        {"kvcache_block_size": 256},
+        {"seed": 99},
+    ],
+    ids=str,
+)
+def test_a_seed_gives_the_same_tokens_however_the_request_runs(
+    options: dict[str, Any], folder: Path
+) -> None:
+    plain = make_llm(folder)
+    alone = [plain.generate([p], sp) for p, sp in zip(PROMPTS, SEEDED, strict=True)]
+    right = [output["token_ids"] for [output] in alone]
+    watcher = Watcher()
+    llm = make_llm(folder, watcher, **options)
+
+    for order in ([0, 1, 2], [2, 0, 1]):
+        outputs = llm.generate(
+            [PROMPTS[i] for i in order] + [[30]],
+            [SEEDED[i] for i in order] + [SamplingParams(temperature=2.0, max_tokens=20)],
+        )
+        assert tokens_of(outputs)[:3] == [right[i] for i in order]
+    if options.get("num_kvcache_blocks") == 9:
+        assert watcher.num_preemptions.total() > 0
+
+
+def test_different_seeds_and_no_seeds_give_different_tokens(folder: Path) -> None:
+    llm = make_llm(folder)
+    unseeded = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    by_seed = llm.generate(
+        [[5]] * 3,
+        [SamplingParams(max_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 2**63)],
+    )
+    runs = [*by_seed, *llm.generate([[5]] * 2, unseeded), *llm.generate([[5]], unseeded)]
+    assert len({tuple(output["token_ids"]) for output in runs}) == len(runs)
+
+
+def test_requests_without_a_seed_repeat_with_the_engines_seed(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20)
+    runs = [
+        tokens_of(make_llm(folder, seed=seed).generate(PROMPTS, params)) for seed in (7, 7, 8, 0)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2] != runs[3]
+
+
+# -- the observer ----------------------------------------------------------------------------------
+
+START_UP = """
+engine_init tp_runtime_init model_weights_loaded kv_budget_estimate cudagraph_skip engine_ready
+"""
+A_RUN = """
+generate_start request_enqueue request_enqueue
+step_start blocks_allocate state_transition blocks_allocate state_transition
+schedule_prefill prepare_prefill_tensors run_eager sample_tokens blocks_hash
+blocks_release state_transition step_end request_output
+step_start schedule_decode prepare_decode_tensors run_eager sample_tokens blocks_hash step_end
+step_start blocks_append schedule_decode prepare_decode_tensors run_eager sample_tokens
+blocks_release state_transition step_end request_output
+generate_finish
+"""
+CHUNKS = """
+generate_start request_enqueue request_enqueue
+step_start blocks_allocate state_transition admission_stop schedule_prefill
+prepare_prefill_tensors run_eager blocks_hash step_end
+step_start blocks_share blocks_allocate state_transition schedule_prefill
+prepare_prefill_tensors run_eager sample_tokens blocks_release state_transition
+blocks_release state_transition step_end request_output request_output
+generate_finish
+"""
+
+
+def test_an_observer_hears_each_moment_in_its_order(folder: Path) -> None:
+    narrator = Narrator()
+    llm = make_llm(folder, narrator)
+    assert narrator.moments == START_UP.split()
+    narrator.moments.clear()
+
+    llm.generate([[5, 6, 7], [8, 9, 10, 11]], [greedy_params(3), greedy_params(1)])
+
+    assert narrator.moments == A_RUN.split()
+
+
+def test_an_observer_hears_chunks_shared_pages_preemptions_refusals_and_aborts(
+    folder: Path,
+) -> None:
+    narrator = Narrator()
+    llm = make_llm(folder, narrator, max_num_batched_tokens=4, num_kvcache_blocks=4)
+    narrator.moments.clear()
+    llm.generate([[5, 6, 7, 8, 9], [5, 6, 7, 8, 9]], [greedy_params(1), greedy_params(1)])
+    assert narrator.moments == CHUNKS.split()
+    narrator.moments.clear()
+
+    llm.generate([[5, 6, 7, 8], [50] * 4, [60] * 99], greedy_params(8))
+    heard = set(narrator.moments)
+    assert {"preempt", "request_refused", "blocks_evict", "admission_stop"} <= heard
+    at = narrator.moments.index("preempt")
+    assert narrator.moments[at - 1 : at + 2] == ["blocks_release", "preempt", "state_transition"]
+    narrator.moments.clear()
+
+    llm.abort(llm.add_request([5], greedy_params(2)))
+    assert narrator.moments == [
+        *("request_enqueue", "request_abort", "state_transition", "request_output")
+    ]
+
+
+def test_an_observer_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 5, "num_kvcache_blocks": 9}
+    prompts = [*PROMPTS, [77] * 99, PROMPTS[2]]
+    params = [
+        greedy_params(12),
+        *(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=12),) * 3,
+        SamplingParams(max_tokens=7, seed=1),
+    ]
+    silent = make_llm(folder, None, **options).generate(prompts, params)
+    observers: list[Observer] = [Observer(), Narrator(), Watcher()]
+    for observer in observers:
+        assert make_llm(folder, observer, **options).generate(prompts, params) == silent
+    with record(tmp_path / "trace.jsonl") as recorder:
+        assert make_llm(folder, recorder, **options).generate(prompts, params) == silent
+    assert silent[3]["finish_reason"] == "refused"
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def test_engines_count_for_themselves(folder: Path) -> None:
+    first, second = make_llm(folder), make_llm(folder)
+    first.generate(PROMPTS, greedy_params(4))
+    assert (first.num_requests, first.engine_step) == (3, 4)
+    assert (second.num_requests, second.engine_step) == (0, 0)
+    assert second.generate([[5]], greedy_params(2))[0]["seq_id"] == 0
+    assert first.generate([[5]], greedy_params(2))[0]["seq_id"] == 3
+    assert second.engine_step == 2
+
+
+def test_the_articles_options_are_accepted(folder: Path) -> None:
+    llm = LLM(str(folder), enforce_eager=True, tensor_parallel_size=1, num_kvcache_blocks=4)
+    assert llm.config.kvcache_block_size == 256
+    assert len(llm.generate([[5]], SamplingParams(temperature=0.6, max_tokens=3))) == 1

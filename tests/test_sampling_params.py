@@ -1,0 +1,161 @@
+"""SamplingParams: what is accepted, what is refused at the door, and that what is accepted runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams
+from nvtrace.recorder import record
+from support.oracle import Oracle, make_llm, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEGAL: dict[str, list[Any]] = {
+    "temperature": [0, 0.0, 1e-6, 0.6, 1, 100.0],
+    "max_tokens": [1, 2, 10**6],
+    "ignore_eos": [True, False],
+    "top_k": [None, 1, 50, 10**6],
+    "top_p": [1e-9, 0.5, 1, 1.0],
+    "seed": [None, 0, 1, 2**64 - 1],
+}
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "temperature": [-0.1, -1, math.nan, math.inf, -math.inf],
+    "max_tokens": [0, -1, -(10**9)],
+    "top_k": [0, -1],
+    "top_p": [0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf],
+    "seed": [-1, 2**64],
+}
+OF_WRONG_TYPE: dict[str, list[Any]] = {
+    "temperature": ["0.6", None, True, [0.6], 1j],
+    "max_tokens": [1.5, 2.0, "5", None, True, [5], math.nan, math.inf],
+    "ignore_eos": [0, 1, None, "yes"],
+    "top_k": [1.5, 5.0, "5", True, [5]],
+    "top_p": ["0.9", None, True, [0.9], 1j],
+    "seed": [1.5, 3.0, "5", True, [5]],
+}
+
+
+def pairs(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, listed in values.items() for value in listed]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Oracle.create(tmp_path_factory.mktemp("model")).folder
+
+
+def test_the_defaults_are_those_of_nano_vllm() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
+    assert (params.top_k, params.top_p, params.seed) == (None, 1.0, None)
+
+
+def test_every_option_has_its_cases_here() -> None:
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(LEGAL) == set(OF_WRONG_TYPE) == names
+    assert set(OUT_OF_RANGE) == names - {"ignore_eos"}
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(LEGAL))
+def test_a_legal_value_is_kept(name: str, value: object) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(OUT_OF_RANGE))
+def test_a_value_out_of_range_is_a_value_error_that_names_the_option(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*{str(value)[:8]}"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(OF_WRONG_TYPE))
+def test_a_value_of_a_wrong_type_is_a_type_error_that_names_the_option(
+    name: str, value: object
+) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
+    with pytest.raises(TypeError, match="max_token'"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+def test_params_do_not_change_after_they_were_checked() -> None:
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", np.int64(3)),
+        ("top_k", np.int32(2)),
+        ("seed", np.int64(7)),
+        ("seed", np.uint64(2**63 + 1)),
+        ("temperature", np.float32(0.5)),
+        ("temperature", Fraction(1, 2)),
+        ("top_p", np.float64(0.5)),
+        ("top_p", Fraction(1, 2)),
+    ],
+)
+def test_numbers_of_other_libraries_do_what_pythons_do(
+    name: str, value: float, folder: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 3, "seed": 1}
+    plain = float(value) if name in {"temperature", "top_p"} else int(value)
+    expected = make_llm(folder).generate([[5, 6]], SamplingParams(**options | {name: plain}))
+
+    with record(tmp_path / "trace.jsonl") as observer:
+        llm = make_llm(folder, observer)
+        outputs = llm.generate([[5, 6]], SamplingParams(**options | {name: value}))
+
+    assert outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", t) for t in (5e-324, 1e-320, 1e-45, 1e-39, 1e-30)),
+        *(("temperature", t) for t in (1e38, 1e39, sys.float_info.max, 10**400)),
+        *(("top_p", p) for p in (5e-324, 1e-45, Fraction(1, 10**400), 1 - 2**-53)),
+        *(("top_k", k) for k in (2**31, 2**63 - 1, 2**63, 10**30)),
+        *(("max_tokens", n) for n in (2**63, 10**30)),
+        ("seed", 2**64 - 1),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_an_extreme_value_is_refused_at_the_door_or_runs(
+    name: str, value: float, folder: Path
+) -> None:
+    """Inside a step it would end the requests of everybody else in the batch as well."""
+    try:
+        extreme = SamplingParams(**{name: value})  # type: ignore[arg-type]
+    except ValueError as error:
+        assert str(error).startswith(name)  # noqa: PT017 - refusing is one of two right answers
+        return
+    llm = make_llm(folder, max_model_len=8)
+    alone = llm.generate([[7, 8]], SamplingParams(seed=1, max_tokens=4))
+    outputs = llm.generate([[5, 6], [7, 8]], [extreme, SamplingParams(seed=1, max_tokens=4)])
+    assert len(outputs[0]["token_ids"]) == 6
+    assert tokens_of(outputs[1:]) == tokens_of(alone)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-20, 1e-40])
+def test_a_temperature_near_0_is_nearly_greedy(temperature: float, folder: Path) -> None:
+    llm = make_llm(folder)
+    prompts = [[5, 6, 7], [8]]
+    greedy = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
+    assert tokens_of(llm.generate(prompts, SamplingParams(temperature, max_tokens=8))) == (
+        tokens_of(greedy)
+    )

@@ -1,0 +1,514 @@
+"""The scheduler: over random workloads, and rule by rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.errors import RequestRefusedError
+from nanovllm.observer import Observer
+from nanovllm.sampling_params import SamplingParams
+from support.fake_runner import EOS_TOKEN_IDS, Settings, make_engine, runner_of
+from support.workload import Request, Run, Workload, workloads
+
+if TYPE_CHECKING:
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence
+    from support.fake_runner import Moment
+
+
+class Witness(Observer):
+    """Hears why somebody waits, who gave way to whom, and who was admitted."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[int, str, int, int]] = []  # seq_id, reason, need, have
+        self.preempted: list[tuple[int, int]] = []  # victim, for whom
+        self.admitted: list[int] = []
+        self.cached: list[int] = []  # tokens, of each admission
+        self.batches: list[tuple[str, list[int], list[int]]] = []  # phase, seq_ids, num_tokens
+
+    def admission_stop(
+        self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
+    ) -> None:
+        assert seq is scheduler.waiting[0]
+        assert need > have
+        self.stops.append((seq.seq_id, reason, need, have))
+
+    def preempt(
+        self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
+    ) -> None:
+        assert freed or num_computed_tokens
+        self.preempted.append((victim.seq_id, for_seq.seq_id))
+
+    def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
+        if reason == "admitted":
+            assert previous is SequenceStatus.WAITING
+            self.admitted.append(seq.seq_id)
+            self.cached.append(seq.num_cached_tokens)
+
+    def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
+        assert scheduler.running
+        self.batches.append(_row(batch))
+
+    def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
+        assert batch.seqs == scheduler.running
+        self.batches.append(_row(batch))
+
+
+def _row(batch: Batch) -> tuple[str, list[int], list[int]]:
+    return batch.phase, [seq.seq_id for seq in batch.seqs], list(batch.num_scheduled_tokens)
+
+
+class Judge:
+    """Looks at the queues before and after each schedule(), and after each step."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.witness = Witness()
+        self.run = Run(workload, self.witness)
+        self.scheduler = self.run.engine.scheduler
+        self.settings = workload.settings
+        runner_of(self.run.engine).at = self._at
+        self._remember()
+
+    def _remember(self) -> None:
+        self.waiting_before = [seq.seq_id for seq in self.scheduler.waiting]
+        self.running_before = [seq.seq_id for seq in self.scheduler.running]
+        self.num_preempted = len(self.witness.preempted)
+        self.num_admitted = len(self.witness.admitted)
+
+    def _at(self, moment: Moment, batch: Batch) -> None:
+        if moment != "scheduled":
+            return
+        self.scheduler.block_manager.check([*self.scheduler.waiting, *self.scheduler.running])
+        self._every_request_is_in_one_place()
+        if batch.phase == "prefill":
+            self._judge_prefill(batch)
+        else:
+            self._judge_decode(batch)
+
+    def _judge_prefill(self, batch: Batch) -> None:
+        assert sum(batch.num_scheduled_tokens) <= self.settings.max_num_batched_tokens
+        pieces = list(zip(batch.seqs, batch.num_scheduled_tokens, strict=True))
+        for seq, num_tokens in pieces:
+            assert 1 <= num_tokens <= seq.num_uncomputed_tokens
+        is_chunk = [num_tokens < seq.num_uncomputed_tokens for seq, num_tokens in pieces]
+        assert not any(is_chunk[1:]), "only the first of a batch may be a chunk"
+        assert not is_chunk[0] or len(batch.seqs) == 1, "a chunk takes the whole budget"
+        assert batch.sampled_seqs == ([] if is_chunk[0] else batch.seqs)
+        # Nobody overtakes: those admitted were the waiting queue's head, in its order.
+        admitted = self.witness.admitted[self.num_admitted :]
+        waiting, running = self._queues()
+        assert admitted + waiting == self._waiting_now_and_then()
+        assert running == self._running_then() + admitted
+        assert len(self.witness.preempted) == self.num_preempted
+
+    def _judge_decode(self, batch: Batch) -> None:
+        victims = [victim for victim, _ in self.witness.preempted[self.num_preempted :]]
+        waiting, running = self._queues()
+        # Victims leave the tail one by one, and stand before all others in their old order.
+        assert running + victims[::-1] == self._running_then()
+        assert waiting == victims[::-1] + self._waiting_now_and_then()
+        assert [seq.seq_id for seq in batch.seqs] == running
+        assert batch.sampled_seqs == batch.seqs
+        assert batch.num_scheduled_tokens == [1] * len(running)
+        assert all(seq.num_uncomputed_tokens == 1 for seq in batch.seqs)
+
+    def _queues(self) -> tuple[list[int], list[int]]:
+        waiting = [seq.seq_id for seq in self.scheduler.waiting]
+        return waiting, [seq.seq_id for seq in self.scheduler.running]
+
+    def _waiting_now_and_then(self) -> list[int]:
+        """The waiting queue before schedule(): as it was after the step before, then arrivals."""
+        alive = self.run.engine.requests
+        before = [seq_id for seq_id in self.waiting_before if seq_id in alive]
+        arrived = [seq_id for seq_id in alive if seq_id not in self.waiting_before]
+        return before + [seq_id for seq_id in arrived if seq_id not in self.running_before]
+
+    def _running_then(self) -> list[int]:
+        return [seq_id for seq_id in self.running_before if seq_id in self.run.engine.requests]
+
+    def _every_request_is_in_one_place(self) -> None:
+        waiting, running = self._queues()
+        for seq_id, seq in self.run.sequences.items():
+            places = waiting.count(seq_id) + running.count(seq_id) + seq.is_finished
+            assert places == 1, f"{seq} is in {places} places"
+
+    def after_step(self) -> None:
+        self.scheduler.check()
+        self._every_request_is_in_one_place()
+        for seq in self.run.sequences.values():
+            assert seq.num_tokens <= self.settings.max_model_len
+            assert not (seq.is_finished and seq.block_table)
+        self._remember()
+
+
+@given(workloads())
+def test_every_step_of_any_workload_keeps_the_rules(workload: Workload) -> None:
+    judge = Judge(workload)
+    judge.run.go(judge.after_step)
+    assert not judge.run.engine.requests
+    pool = judge.scheduler.block_manager
+    assert pool.num_free_blocks == pool.num_blocks, "a page was lost"
+
+
+@given(workloads())
+def test_check_holds_after_every_schedule_and_every_postprocess(workload: Workload) -> None:
+    run = Run(workload)
+    runner_of(run.engine).at = lambda _moment, _batch: run.engine.scheduler.check()
+    run.go(run.engine.scheduler.check)
+
+
+@given(workloads())
+def test_every_request_gets_its_own_answer_whoever_runs_beside_it(workload: Workload) -> None:
+    run = Run(workload).go()
+    for index, request in enumerate(workload.requests):
+        assert (index in run.seq_ids) == request.can_fit(workload.settings)
+        if index not in run.seq_ids:
+            continue
+        seq = run.sequences[run.seq_ids[index]]
+        tokens, reason = request.answer(workload.settings.max_model_len)
+        if seq.finish_reason == "aborted":
+            assert request.abort is not None
+            assert seq.completion_token_ids == tokens[: seq.num_completion_tokens]
+        else:
+            assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
+
+
+@given(workloads(with_aborts=False))
+def test_answers_are_those_of_a_huge_pool_and_budget(workload: Workload) -> None:
+    model_len = workload.settings.max_model_len
+    accepted = [r for r in workload.requests if r.can_fit(workload.settings)]
+    if not accepted:
+        return
+    small = Run(replace(workload, requests=accepted)).go()
+    huge = Run(Workload(Settings(max_model_len=model_len), accepted)).go()
+    for index in range(len(accepted)):
+        seq, same = small.sequences[small.seq_ids[index]], huge.sequences[huge.seq_ids[index]]
+        assert (seq.token_ids, seq.finish_reason) == (same.token_ids, same.finish_reason)
+
+
+@given(workloads())
+def test_no_workload_goes_round_in_circles(workload: Workload) -> None:
+    """Each token costs one decode step, or at most one prefill in chunks; so steps are bounded."""
+    settings = workload.settings
+    num_chunks = -(-settings.max_model_len // settings.max_num_batched_tokens)
+    bound = sum((request.max_tokens + 1) * num_chunks for request in workload.requests)
+    run = Run(workload)
+    run.go(lambda: _at_most(run.num_steps, bound))
+
+
+def _at_most(num_steps: int, bound: int) -> None:
+    assert num_steps <= bound
+
+
+# -- by example ------------------------------------------------------------------------------------
+
+
+def engine_with(observer: Observer, *prompts: int | list[int], **settings: int) -> LLMEngine:
+    """An engine in which each prompt waits; a number stands for that many tokens."""
+    options: dict[str, Any] = {"enable_prefix_caching": False, **settings}
+    engine = make_engine(replace(Settings(), **options), observer)
+    for prompt in prompts:
+        add(engine, prompt)
+    return engine
+
+
+def add(engine: LLMEngine, prompt: int | list[int], max_tokens: int = 50) -> Sequence:
+    tokens = prompt if isinstance(prompt, list) else [index % 5 + 1 for index in range(prompt)]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return engine.requests[engine.add_request(tokens, params)]
+
+
+def test_no_more_than_max_num_seqs_run_at_once() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 3, 4, max_num_seqs=2, max_model_len=20)
+    engine.step()
+    assert not witness.stops
+    third = add(engine, 3)
+    engine.step()
+    assert witness.stops == [(2, "max_num_seqs", 3, 2)]
+    assert witness.batches[-1] == ("decode", [0, 1], [1, 1])
+    assert third.status is SequenceStatus.WAITING
+    assert not third.block_table
+    engine.abort(0)
+    engine.step()
+    assert witness.batches[-1] == ("prefill", [2], [3])
+
+
+def test_the_head_waits_for_pages_and_says_how_many() -> None:
+    witness = Witness()
+    engine = engine_with(
+        witness, 9, 5, 1, kvcache_block_size=4, num_kvcache_blocks=4, max_model_len=12
+    )
+    engine.step()  # 9 tokens take 3 pages of 4; 5 tokens need 2, and 1 is left
+    assert witness.stops == [(1, "no_blocks", 2, 1)]
+    assert witness.batches == [("prefill", [0], [9])]  # 1 token would fit, but does not overtake
+
+
+def test_pages_shared_with_a_running_sequence_are_not_counted_as_needed() -> None:
+    witness = Witness()
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4, 5]
+    engine = engine_with(
+        witness,
+        prompt,
+        kvcache_block_size=4,
+        num_kvcache_blocks=4,
+        max_model_len=12,
+        enable_prefix_caching=True,
+    )
+    engine.step()
+    add(engine, [*prompt, 5])
+    engine.step()
+    assert witness.cached == [0, 8]  # two pages shared, so one page is enough
+    assert not witness.stops
+
+
+def test_the_head_waits_for_a_step_with_budget_left() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 6, 5, max_num_batched_tokens=10)
+    engine.step()
+    assert witness.stops == [(1, "token_budget", 5, 4)]
+    engine.step()
+    assert [batch[0:2] for batch in witness.batches] == [("prefill", [0]), ("prefill", [1])]
+
+
+def test_a_prompt_longer_than_a_budget_must_be_the_first_of_its_step() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 6, 11, max_num_batched_tokens=10)
+    engine.step()
+    assert witness.stops == [(1, "chunk_not_first", 11, 4)]
+    for _ in range(2):
+        engine.step()
+    assert witness.batches[1:] == [("prefill", [1], [10]), ("prefill", [1], [1])]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_sampled_after_the_last() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 10, 2, max_num_batched_tokens=4)
+    seq = engine.requests[0]
+    for num_computed in (4, 8):
+        engine.step()
+        assert (seq.num_computed_tokens, seq.num_completion_tokens) == (num_computed, 0)
+        assert seq.is_prefilling
+    engine.step()
+    assert witness.batches == [
+        ("prefill", [0], [4]),
+        ("prefill", [0], [4]),
+        ("prefill", [0, 1], [2, 2]),  # what the last chunk leaves over is used
+    ]
+    assert (seq.num_computed_tokens, seq.num_completion_tokens) == (10, 1)
+    assert not seq.is_prefilling
+
+
+def test_a_step_never_computes_more_tokens_than_the_budget() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 1, 1, 1, max_num_batched_tokens=2)
+    for _ in range(4):
+        engine.step()
+    assert max(sum(num_tokens) for _, _, num_tokens in witness.batches) <= 2
+
+
+def test_new_requests_come_before_decoding() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 3)
+    engine.step()
+    engine.step()
+    add(engine, 2)
+    engine.step()
+    engine.step()
+    assert [(phase, seq_ids) for phase, seq_ids, _ in witness.batches] == [
+        ("prefill", [0]),
+        ("decode", [0]),
+        ("prefill", [1]),
+        ("decode", [0, 1]),
+    ]
+
+
+def test_victims_leave_from_the_tail_and_come_back_in_their_order() -> None:
+    witness = Witness()
+    engine = engine_with(
+        witness, 4, 2, 2, kvcache_block_size=2, num_kvcache_blocks=4, max_model_len=9
+    )
+    engine.step()
+    assert [seq.seq_id for seq in engine.scheduler.running] == [0, 1, 2]
+    waiting = add(engine, 2)
+    engine.step()  # each needs a page and none is left: 2 gives way to 0, then to 1 itself
+    assert witness.preempted == [(2, 0), (1, 1)]
+    assert [seq.seq_id for seq in engine.scheduler.running] == [0]
+    assert [seq.seq_id for seq in engine.scheduler.waiting] == [1, 2, waiting.seq_id]
+    assert all(not seq.block_table for seq in engine.scheduler.waiting)
+    while not engine.is_finished():
+        engine.step()
+    assert witness.admitted[3:] == sorted(witness.admitted[3:])
+
+
+def test_a_new_page_is_taken_when_a_sequence_is_one_token_past_the_last() -> None:
+    """The token is appended in postprocess, so the next schedule() sees len % block_size == 1."""
+    engine = engine_with(Witness(), 3, kvcache_block_size=4)
+    seq = engine.requests[0]
+    lengths_and_pages = []
+    runner_of(engine).at = lambda moment, batch: (
+        lengths_and_pages.append((seq.num_tokens, len(batch.seqs[0].block_table)))
+        if moment == "scheduled"
+        else None
+    )
+    for _ in range(7):
+        engine.step()
+    assert lengths_and_pages == [(3, 1), (4, 1), (5, 2), (6, 2), (7, 2), (8, 2), (9, 3)]
+
+
+def test_an_aborted_request_leaves_its_queue_and_its_pages_at_once() -> None:
+    witness = Witness()
+    engine = engine_with(witness, 5, 5, max_num_seqs=1, kvcache_block_size=2)
+    engine.step()
+    running, waiting = engine.requests.values()
+    pool = engine.scheduler.block_manager
+    engine.abort(waiting.seq_id)
+    engine.abort(running.seq_id)
+    assert engine.is_finished()
+    assert pool.num_free_blocks == pool.num_blocks
+    for seq in (running, waiting):
+        assert (seq.status, seq.finish_reason) == (SequenceStatus.FINISHED, "aborted")
+
+
+def test_a_chunk_can_be_aborted_between_two_steps() -> None:
+    engine = engine_with(Witness(), 10, 3, max_num_batched_tokens=4)
+    engine.step()
+    engine.abort(0)
+    engine.step()
+    engine.scheduler.check()
+    assert [seq.seq_id for seq in engine.scheduler.running] == [1]
+
+
+def test_reset_forgets_everything() -> None:
+    prompts = ([1, 2, 3, 4, 5], [1, 2, 3], [4])
+    engine = engine_with(
+        Witness(), *prompts, max_num_seqs=2, kvcache_block_size=2, enable_prefix_caching=True
+    )
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.block_manager.cached_blocks
+    seqs = list(engine.requests.values())
+    engine.scheduler.reset(seqs)
+    engine.scheduler.check()
+    assert engine.is_finished()
+    pool = engine.scheduler.block_manager
+    assert list(pool.free_blocks) == list(range(pool.num_blocks))
+    assert not pool.cached_blocks
+    for seq in seqs:
+        assert (seq.status, seq.finish_reason) == (SequenceStatus.FINISHED, "aborted")
+        assert not seq.block_table
+        assert (seq.num_computed_tokens, seq.num_cached_tokens) == (0, 0)
+
+
+# -- kinds 1, 3, 4, 6, 9 and 10 of the faults that engines like this one had -----------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "need"), [(9, 1, 3), (8, 4, 3), (8, 2, 3), (100, 1, 25)]
+)
+def test_what_can_never_fit_the_pool_is_refused_and_changes_nothing(
+    prompt_len: int, max_tokens: int, need: int
+) -> None:
+    engine = engine_with(Witness(), kvcache_block_size=4, num_kvcache_blocks=2)
+    with pytest.raises(RequestRefusedError, match=f"{need} pages of 4, but the pool has 2") as told:
+        add(engine, prompt_len, max_tokens)
+    assert (told.value.reason, told.value.need, told.value.have) == ("never_fits", need, 2)
+    assert engine.is_finished()
+    assert not engine.requests
+    assert engine.num_requests == 0
+
+
+def test_what_just_fits_the_pool_is_taken_and_finishes() -> None:
+    engine = engine_with(Witness(), kvcache_block_size=4, num_kvcache_blocks=2)
+    whole = add(engine, 8, max_tokens=1)
+    grown = add(engine, 3, max_tokens=6)  # its last token is sampled, and needs no place
+    while not engine.is_finished():
+        engine.step()
+    assert (whole.num_completion_tokens, grown.num_completion_tokens) == (1, 6)
+
+
+def test_a_refused_request_leaves_the_others_alone() -> None:
+    engine = engine_with(Witness(), kvcache_block_size=4, num_kvcache_blocks=2)
+    small = add(engine, 3, max_tokens=2)
+    with pytest.raises(RequestRefusedError):
+        add(engine, 9, max_tokens=1)
+    while not engine.is_finished():
+        engine.step()
+    assert small.finish_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("prompt_len", [8, 9])
+def test_a_prompt_that_leaves_no_room_in_max_model_len_is_refused(prompt_len: int) -> None:
+    engine = engine_with(Witness(), max_model_len=8, kvcache_block_size=4)
+    with pytest.raises(RequestRefusedError, match="max_model_len=8") as told:
+        add(engine, prompt_len, max_tokens=2)
+    assert told.value.reason == "prompt_too_long"
+    assert (told.value.need, told.value.have) == (prompt_len + 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "num_completion_tokens", "reason"),
+    [(7, 1, 1, "max_tokens"), (7, 2, 1, "max_model_len"), (3, 50, 5, "max_model_len")],
+)
+def test_nobody_runs_past_max_model_len(
+    prompt_len: int, max_tokens: int, num_completion_tokens: int, reason: str
+) -> None:
+    engine = engine_with(Witness(), max_model_len=8, kvcache_block_size=4, num_kvcache_blocks=2)
+    seq = add(engine, prompt_len, max_tokens)
+    widths = [0]
+    while not engine.is_finished():
+        engine.step()
+        widths.append(len(seq.block_table))
+    assert (seq.num_completion_tokens, seq.finish_reason) == (num_completion_tokens, reason)
+    assert max(widths) <= 2
+
+
+def test_a_preempted_request_with_a_prefix_hit_computes_no_more_than_it_has() -> None:
+    witness = Witness()
+    requests = [Request([1, 2, 3, 4], 6), Request([1, 2, 3, 4, 5], 5)]
+    settings = Settings(kvcache_block_size=2, num_kvcache_blocks=6)
+    run = Run(Workload(settings, requests), witness).go()  # FakeRunner checks every position
+    assert witness.preempted
+    assert any(witness.cached[2:]), "nobody came back with a prefix hit"
+    for index, request in enumerate(requests):
+        assert run.sequences[index].completion_token_ids == request.answer()[0]
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_being_preempted_twice_changes_no_token(*, is_caching: bool) -> None:
+    witness = Witness()
+    requests = [Request([1, 2, 3], 14), Request([2, 2], 12), Request([3, 1], 12)]
+    settings = Settings(
+        kvcache_block_size=2, num_kvcache_blocks=9, enable_prefix_caching=is_caching
+    )
+    run = Run(Workload(settings, requests), witness).go()
+    victims = [victim for victim, _ in witness.preempted]
+    assert max(victims.count(victim) for victim in victims) >= 2
+    for index, request in enumerate(requests):
+        assert run.sequences[index].completion_token_ids == request.answer()[0]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 5, 10000])
+def test_chunk_boundaries_change_no_token(budget: int) -> None:
+    requests = [Request([1, 2, 3, 4, 5, 1, 2, 3, 4], 5), Request([2] * 7, 6), Request([3], 4)]
+    run = Run(Workload(Settings(max_num_batched_tokens=budget), requests)).go()
+    for index, request in enumerate(requests):
+        assert run.sequences[index].completion_token_ids == request.answer()[0]
+
+
+def test_every_end_of_sequence_token_ends_a_request_unless_ignored() -> None:
+    ended_by = set()
+    for first in range(1, 6):
+        for second in range(1, 6):
+            request = Request([first, second], 40, ignore_eos=False)
+            seq = Run(Workload(Settings(), [request])).go().sequences[0]
+            assert seq.finish_reason == request.answer()[1] == "eos"
+            ended_by.add(seq.token_ids[-1])
+    assert ended_by == {*EOS_TOKEN_IDS}

@@ -1,0 +1,209 @@
+"""The reference: every event, field and code, from the structs and the word catalogs.
+
+    python -m nvtrace.reference docs      writes docs/events.md and docs/trace.schema.json
+
+Knows how a struct's fields become a description. Does not hold a single description itself: the
+shapes are in `events.py` and `envelope.py`, the words in `catalog/`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from nvtrace.catalog import load_catalog
+from nvtrace.envelope import VERSION, Footer, Header
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+from nvtrace.source import calls_of, hook_of
+
+if TYPE_CHECKING:
+    from nvtrace.catalog import Catalog
+
+RECORD_TYPES: dict[str, type[msgspec.Struct]] = {
+    "TRACE_HEADER": Header,
+    **EVENT_TYPES,
+    "TRACE_FOOTER": Footer,
+}
+_ENVELOPE = tuple(field.name for field in msgspec.structs.fields(Event))
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReference:
+    """One field.
+
+    Attributes:
+        type: as it is written in Python, codes as quoted words.
+        codes: what each code means, if the field holds codes with words of their own.
+    """
+
+    name: str
+    type: str
+    meaning: str
+    codes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EventReference:
+    """One kind of line of a trace.
+
+    Attributes:
+        when: the phases it belongs to; empty for header and footer.
+        fields: its own, without the envelope that all events share.
+        hook: the observer's method behind it; None for header and footer.
+    """
+
+    tag: str
+    title: str
+    when: str
+    meaning: str
+    fields: tuple[FieldReference, ...]
+    hook: str | None
+
+
+def describe(tag: str, catalog: Catalog) -> EventReference:
+    """Describe one kind of line.
+
+    Raises:
+        KeyError: no such kind.
+    """
+    struct = RECORD_TYPES[tag]
+    is_event = issubclass(struct, Event)
+    fields = tuple(
+        FieldReference(
+            field.name,
+            type_name(field.type),
+            catalog.field(tag, field.name),
+            catalog.codes(tag, field.name),
+        )
+        for field in msgspec.structs.fields(struct)
+        if not (is_event and field.name in _ENVELOPE)
+    )
+    hook = hook_of(tag) if is_event else None
+    title, when, meaning = catalog.title(tag), catalog.when(tag), catalog.meaning(tag)
+    return EventReference(tag, title, when, meaning, fields, hook)
+
+
+def envelope_fields(catalog: Catalog) -> tuple[FieldReference, ...]:
+    """The fields that all events share."""
+    fields = (
+        FieldReference(field.name, type_name(field.type), catalog.field("", field.name), {})
+        for field in msgspec.structs.fields(Event)
+    )
+    return (FieldReference("event", "str", catalog.field("", "event"), {}), *fields)
+
+
+def type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
+    """An annotation as one reads it: "list[int]", "int | None", '"eos" | "max_tokens"'."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is NoneType:
+        return "None"
+    if annotation is Any:
+        return "any"
+    if origin is Literal:
+        return " | ".join(f'"{code}"' for code in arguments)
+    if origin in {Union, UnionType}:
+        return " | ".join(map(type_name, arguments))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(type_name, arguments))}]"
+    return str(annotation.__name__)
+
+
+# -- docs/events.md --------------------------------------------------------------------------------
+
+_INTRODUCTION = """\
+# Events
+
+Everything a trace can hold, made from the event structs by `make reference`: do not edit it by hand.
+`nvtrace events NAME` shows the same in the terminal, with line numbers, in English and Chinese.
+
+A trace is JSON Lines: a header, events, a footer. This is format version {major}.{minor}. A newer
+minor version may add fields (readers ignore what they do not know) and events (readers count them
+and go on); a newer major version is refused. `trace.schema.json` is the JSON Schema of a line.
+
+## What every event has
+
+{envelope}
+"""
+
+
+def events_markdown(catalog: Catalog) -> str:
+    """The whole of docs/events.md."""
+    parts = [
+        _INTRODUCTION.format(
+            major=VERSION[0], minor=VERSION[1], envelope=_field_table(envelope_fields(catalog))
+        )
+    ]
+    parts += [_section(describe(tag, catalog)) for tag in RECORD_TYPES]
+    return "\n".join(parts)
+
+
+def _section(event: EventReference) -> str:
+    when = f" ({event.when})" if event.when else ""
+    lines = [f"## {event.tag}", "", f"*{event.title}*{when}. {event.meaning}", ""]
+    if event.fields:
+        lines += [_field_table(event.fields), ""]
+    for field in event.fields:
+        if field.codes:
+            lines += [f"`{field.name}`:", ""]
+            lines += [f"- `{code}`: {words}" for code, words in field.codes.items()]
+            lines.append("")
+    if event.hook is not None:
+        files = sorted({place.file for place in calls_of(event.hook)})
+        said = ", ".join(f"`{file}`" for file in files) or "no place of this version"
+        lines += [f"Observer method: `{event.hook}`; said in {said}.", ""]
+    return "\n".join(lines)
+
+
+def _field_table(fields: tuple[FieldReference, ...]) -> str:
+    rows = ["| field | type | meaning |", "|---|---|---|"]
+    rows += [
+        f"| `{field.name}` | `{_cell(field.type)}` | {_cell(field.meaning)} |" for field in fields
+    ]
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# -- docs/trace.schema.json ------------------------------------------------------------------------
+
+
+def trace_schema() -> dict[str, Any]:
+    """The JSON Schema of one line of a trace."""
+    schema = msgspec.json.schema(Header | Footer | AnyEvent)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of an nvtrace trace, format {VERSION[0]}.{VERSION[1]}",
+        **schema,
+    }
+
+
+def documents() -> dict[str, str]:
+    """The generated files: name -> content."""
+    schema = msgspec.json.format(msgspec.json.encode(trace_schema()), indent=2).decode()
+    return {
+        "events.md": events_markdown(load_catalog("en")),
+        "trace.schema.json": schema + "\n",
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Write the documents into a folder. Returns the exit code."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        sys.stderr.write("usage: python -m nvtrace.reference FOLDER\n")
+        return 2
+    for name, content in documents().items():
+        path = Path(arguments[0]) / name
+        path.write_text(content, encoding="utf-8")
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

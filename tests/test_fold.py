@@ -284,16 +284,14 @@ def test_an_event_about_what_is_not_there_is_found(
         fold(changed_first(kind, **changes))
 
 
-@pytest.mark.parametrize("seq_ids", [[2], [0, 0]])
-def test_pages_released_by_one_who_does_not_hold_them_are_found(seq_ids: list[int]) -> None:
+@pytest.mark.parametrize("is_doubled", [False, True])
+def test_pages_released_by_one_who_does_not_hold_them_are_found(*, is_doubled: bool) -> None:
     records = Recording(BUSY).records
     release = records[first(records, ev.BlocksRelease)]
     assert isinstance(release, ev.BlocksRelease)
-    pages, freed = release.block_ids[:1], release.freed[:1]
+    owner, pages, freed = release.seq_ids[0], release.block_ids[0], release.freed[0]
+    seq_ids = [owner, owner] if is_doubled else [(owner + 1) % 2]
     num = len(seq_ids)
+    changes = {"seq_ids": seq_ids, "block_ids": [pages] * num, "freed": [freed] * num}
     with pytest.raises(InconsistentTraceError, match="BLOCKS_RELEASE"):
-        fold(
-            changed_first(
-                ev.BlocksRelease, seq_ids=seq_ids, block_ids=pages * num, freed=freed * num
-            )
-        )
+        fold(changed_first(ev.BlocksRelease, **changes))

@@ -1,8 +1,9 @@
 """Kinds of fault that engines like this one had, each with the small input that shows it.
 
 A kind is one group of tests: the input it was found with, and the kind around it, through the whole
-engine. Here are 1 and 3 to 10, scheduling and pages; `test_regressions_edges.py` has 2 and 12 to 15
-(11 and part of 15 are of GPUs and several processes). P8 is a prompt of eight tokens.
+engine. Here are 1 and 3 to 10, scheduling and pages; 2 and 12 are in `test_regressions_edges.py`,
+13 and 14 in `test_regressions_checkpoints.py`, 15 in `test_life_cycle.py` (11 and part of 15 are of
+GPUs and several processes). P8 is a prompt of eight tokens.
 """
 
 from __future__ import annotations
@@ -299,6 +300,19 @@ def test_8_equal_prompts_of_which_one_is_freed_leave_the_others_entry(oracle: Or
                 if output["seq_id"] == seq_id:
                     assert output["token_ids"] == oracle.greedy(prompt, 3)
     assert watcher.num_cached_tokens[3] == [8]
+
+
+def test_8_an_aborted_prompt_leaves_no_page_that_was_not_computed(oracle: Oracle) -> None:
+    watcher = Watcher()
+    llm = make_llm(oracle.folder, watcher, max_num_batched_tokens=5)
+    [prompt] = oracle.prompts([19], 5, seed=8)
+    for num_steps in (1, 2):
+        seq_id = llm.add_request(prompt, greedy_params(5))
+        for _ in range(num_steps):
+            llm.step()
+        llm.abort(seq_id)  # after 5 tokens; then after 4 found and 10 computed
+    assert tokens_of(llm.generate([prompt], greedy_params(5))) == [oracle.greedy(prompt, 5)]
+    assert dict(watcher.num_cached_tokens) == {0: [0], 1: [4], 2: [12]}
 
 
 # -- 9: preemption changes the output --------------------------------------------------------------

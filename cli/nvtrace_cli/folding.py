@@ -74,9 +74,7 @@ def fold(steps: Iterable[StepSummary], *, is_unfolded: bool = False) -> list[Row
     return rows
 
 
-def _with_batch_before(
-    steps: Iterable[StepSummary],
-) -> Iterator[tuple[StepSummary, int | None]]:
+def _with_batch_before(steps: Iterable[StepSummary]) -> Iterator[tuple[StepSummary, int | None]]:
     before: StepSummary | None = None
     for step in steps:
         batch_before = None
@@ -89,7 +87,7 @@ def _with_batch_before(
 
 def _is_notable(step: StepSummary) -> bool:
     """Must the step be seen on its own?"""
-    events = (step.arrived, step.admitted, step.preempted, step.finished)
+    events = (step.arrived, step.aborted, step.admitted, step.preempted, step.finished)
     completes_prompt = step.phase == "prefill" and any(share.is_complete for share in step.shares)
     return (
         any(events)

@@ -15,13 +15,7 @@ import typer
 
 from nanovllm import __version__
 from nvtrace_cli.events import events
-from nvtrace_cli.failures import (
-    INTERRUPTED,
-    NEWER_TRACE,
-    OWN_FAULT,
-    UNREADABLE_TRACE,
-    CommandError,
-)
+from nvtrace_cli.failures import INTERRUPTED, NEWER_TRACE, OWN_FAULT, UNREADABLE_TRACE, CommandError
 from nvtrace_cli.options import say
 from nvtrace_cli.replay import replay
 from nvtrace_cli.run import run
@@ -38,7 +32,7 @@ app.command()(replay)
 app.command()(events)
 
 
-def _show_version(is_wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
+def _show_version(is_wanted: bool) -> None:
     if is_wanted:
         sys.stdout.write(f"nvtrace {__version__}\n")
         raise typer.Exit
@@ -103,8 +97,8 @@ def _sentence(error: Exception) -> str:
 
 def _exit_code(error: Exception) -> int:
     from nvtrace.envelope import NewerTraceError  # noqa: PLC0415 - for errors only
-    from nvtrace.reader import UnreadableTraceError  # noqa: PLC0415
-    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415
+    from nvtrace.reader import UnreadableTraceError  # noqa: PLC0415 - the same
+    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
     if isinstance(error, NewerTraceError):
         return NEWER_TRACE

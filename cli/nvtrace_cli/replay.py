@@ -23,11 +23,12 @@ class View(StrEnum):
     LOG = "log"
 
 
-def replay(  # noqa: PLR0913 - one parameter for each option
+def replay(
     file: Annotated[
         str,
         typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
     ],
+    *,
     view: Annotated[
         View | None, typer.Option(help="What to show; by default all but the log.")
     ] = None,
@@ -61,9 +62,8 @@ def replay(  # noqa: PLR0913 - one parameter for each option
     Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2 wrong usage, 3 not a readable
     trace, 4 a trace newer than this nvtrace.
     """
-    # noqa: PLC0415 below - `nvtrace --help` loads this module, and needs neither rich nor msgspec.
-    from nvtrace_cli.selection import Selection  # noqa: PLC0415
-    from nvtrace_cli.views.replay import Replay, parse_speed  # noqa: PLC0415
+    from nvtrace_cli.selection import Selection  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.views.replay import Replay, parse_speed  # noqa: PLC0415 - nor rich
 
     if view is None:
         view = View.LOG if event is not None else View.ALL
@@ -72,8 +72,9 @@ def replay(  # noqa: PLR0913 - one parameter for each option
     if plain and view is View.TIMELINE:
         raise UsageError("--plain has no timeline: leave out --view, or use --json")
     if event is not None and view in {View.ALL, View.TIMELINE}:
-        raise UsageError(f"--event picks from the log or the steps: use it with --view log or "
-                         f"steps, not {view}")
+        raise UsageError(
+            f"--event picks from the log or the steps: use it with --view log or steps, not {view}"
+        )
     screen = Replay(
         file,
         Selection.parse(steps, seq or [], event),

@@ -1,3 +1,186 @@
+"""nvtrace run: run a scenario on the engine, watch it, record its trace.
+
+Knows the options and the order of things. Does not know what a scenario asks (`nvtrace.scenarios`)
+or how a run looks (`views/live.py`).
+"""
+
 from __future__ import annotations
-def run() -> None:
-    """Run."""
+
+import math
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import RunFailedError, UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from nvtrace.catalog import Catalog
+    from nvtrace.events import Event
+    from nvtrace.scenarios import Answer, Options, Scenario
+
+DEFAULT_TRACE = Path("trace.jsonl")
+_LARGEST_SEED = 2**64 - 1
+
+
+def run(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The scenario; --list names them.")
+    ] = None,
+    *,
+    list_: Annotated[bool, typer.Option("--list", help="Name the scenarios.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a Qwen3 model; by default the tiny one.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where the trace goes; .gz and .zst are compressed.")
+    ] = DEFAULT_TRACE,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Ask this instead (may be repeated).")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate, at most.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 takes the likeliest token.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
+    lang: LangOption = None,
+    json: Annotated[bool, typer.Option("--json", help="The answers as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answers only.")] = False,
+) -> None:
+    """Run a scenario, watch it, and record its trace.
+
+    Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 2 wrong usage, 5 the
+    run failed, 130 interrupted (the trace is whole up to the last step).
+    """
+    from nvtrace.scenarios import SCENARIOS, Options  # noqa: PLC0415 - --help needs no engine
+    from nvtrace_cli.views import answers as view  # noqa: PLC0415 - nor rich
+
+    catalog = words(lang)
+    if list_:
+        view.print_scenarios(SCENARIOS, catalog)
+        return
+    if name is None or name not in SCENARIOS:
+        raise UsageError(_unknown(name, list(SCENARIOS)))
+    if temperature is not None and not math.isfinite(temperature):
+        raise UsageError(f"--temperature {temperature}: it must be a finite number")
+    _check_out(out)
+    options = Options(
+        model=model,
+        messages=tuple(prompt or ()),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    answers = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
+    if json:
+        view.print_json(view.answers_object(name, str(out), answers))
+    else:
+        view.print_answers(answers, catalog, is_quiet=quiet)
+    if not quiet:
+        say(catalog.ui("run_next", trace=out))
+
+
+def _record(
+    scenario: Scenario, options: Options, out: Path, catalog: Catalog, *, is_quiet: bool
+) -> list[Answer]:
+    """Run and record. Every way to fail ends in a RunFailedError, Ctrl-C in KeyboardInterrupt."""
+    from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
+    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
+    from nvtrace.recorder import record  # noqa: PLC0415 - the same
+    from nvtrace.scenarios import run_scenario  # noqa: PLC0415 - the same
+    from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
+
+    is_recording = False
+    try:
+        if options.model is not None:  # before an older trace is moved out of the way
+            ModelConfig.from_folder(options.model)
+        with (
+            reporting(catalog, is_quiet=is_quiet) as report,
+            stopping_between_steps(report) as tap,
+            record(out, tap=tap) as recorder,
+        ):
+            is_recording = True
+            if recorder.kept is not None:
+                say(catalog.ui("run_kept", trace=out, kept=recorder.kept))
+            answers = run_scenario(scenario, recorder, options)
+    except KeyboardInterrupt:
+        if is_recording:
+            say(catalog.ui("run_interrupted", trace=out))
+        raise
+    except NanoVLLMError as error:
+        raise RunFailedError(str(error)) from error
+    except Exception as error:
+        raise RunFailedError(f"the run failed: {type(error).__name__}: {error}") from error
+    if recorder.trace.sink.error is not None:
+        raise RunFailedError(
+            f"{out} is not whole, {recorder.trace.sink.num_lost} lines could not be written: "
+            f"{recorder.trace.sink.error}"
+        )
+    return answers
+
+
+@contextmanager
+def stopping_between_steps(
+    tap: Callable[[list[Event]], None],
+) -> Iterator[Callable[[list[Event]], None]]:
+    """Let Ctrl-C wait for the step's end, so that the trace is whole up to it.
+
+    Before the first step, and when pressed twice, Ctrl-C strikes at once.
+
+    Args:
+        tap: what the events are for.
+
+    Yields:
+        The tap to give to the recorder.
+    """
+    from nvtrace.events import StepEnd  # noqa: PLC0415 - --help needs no structs
+
+    is_stepping = False
+    is_asked = False
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked or not is_stepping:
+            raise KeyboardInterrupt
+        is_asked = True
+
+    def stopping_tap(events: list[Event]) -> None:
+        nonlocal is_stepping
+        tap(events)
+        if any(isinstance(event, StepEnd) for event in events):
+            is_stepping = True
+            if is_asked:
+                raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stopping_tap
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_out(out: Path) -> None:
+    if str(out) == "-":
+        raise UsageError("--out -: a trace goes to a file, since answers go to stdout")
+    if out.is_dir():
+        raise UsageError(f"--out {out}: that is a folder, name a file in it")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+
+
+def _unknown(name: str | None, names: list[str]) -> str:
+    from difflib import get_close_matches  # noqa: PLC0415 - for errors only
+
+    known = f"the scenarios are {', '.join(names)} (see nvtrace run --list)"
+    if name is None:
+        return f"which one? {known}"
+    near = get_close_matches(name, names, n=1)
+    return f"no scenario is called {name}: " + (f"did you mean {near[0]}?" if near else known)

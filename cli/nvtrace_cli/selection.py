@@ -92,12 +92,12 @@ class Selection:
         """
         steps = [step.index for step in run.steps]
         if steps and not any(map(self.has_step, steps)):
-            raise UsageError(
-                f"--steps picks none: {name} has steps {steps[0]} to {steps[-1]}"
-            )
+            raise UsageError(f"--steps picks none: {name} has steps {steps[0]} to {steps[-1]}")
         missing = sorted((self.seq_ids or frozenset()) - run.requests.keys())
         if missing:
-            known = f"requests {min(run.requests)} to {max(run.requests)}" if run.requests else "none"
+            known = (
+                f"requests {min(run.requests)} to {max(run.requests)}" if run.requests else "none"
+            )
             raise UsageError(f"--seq {missing[0]}: no such request, {name} has {known}")
 
 
@@ -129,7 +129,12 @@ def requests_of(event: ev.Event) -> set[int]:
 
 
 def _requests_in(step: StepSummary) -> set[int]:
-    seq_ids = {*step.seq_ids, *step.arrived, *(seq_id for seq_id, _ in step.finished)}
+    seq_ids = {
+        *step.seq_ids,
+        *step.arrived,
+        *step.aborted,
+        *(seq_id for seq_id, _ in step.finished),
+    }
     for event in (*step.preempted, *([step.stop] if step.stop else [])):
         seq_ids |= requests_of(event)
     return seq_ids

@@ -268,4 +268,3 @@ class Scheduler:
             held = len(seq.block_table) * self.block_manager.block_size
             assert held >= seq.num_tokens - 1, f"{seq} has more tokens than pages"
             assert seq.num_tokens < self.max_model_len, f"{seq} is past max_model_len"
-            assert seq is self.running[-1] or not seq.is_prefilling, f"{seq} is a chunk mid-queue"

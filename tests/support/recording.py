@@ -102,7 +102,9 @@ class Recording:
 
     def _strike(self, at: str) -> None:
         what = self._interruption
-        if what is not None and what.at == at and self.run.num_steps >= what.step:
+        if not self.run.is_in_step or what is None:
+            return
+        if what.at == at and self.run.num_steps >= what.step:
             self._interruption = None
             raise InjectedError(f"{what} in step {self.run.num_steps}")
 

@@ -140,6 +140,7 @@ class Run:
         self.sequences: dict[int, Sequence] = {}
         self.seq_ids: dict[int, int] = {}
         self.num_steps = self.num_resets = 0
+        self.is_in_step = False
 
     def go(self, after_step: Callable[[], None] = lambda: None) -> Run:
         """Let all requests come, run and end. An InjectedError ends those that are there."""
@@ -149,12 +150,14 @@ class Run:
             self._arrivals_and_aborts(now)
             if not self.engine.is_finished():
                 self.num_steps += 1
+                self.is_in_step = True
                 try:
                     self.engine.step()
                 except InjectedError:
                     self.num_resets += 1
                     assert self.engine.is_finished()
                     assert not self.engine.requests
+                self.is_in_step = False
                 after_step()
             now += 1
         return self

@@ -118,8 +118,9 @@ def type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
 _INTRODUCTION = """\
 # Events
 
-Everything a trace can hold, made from the event structs by `make reference`: do not edit it by hand.
-`nvtrace events NAME` shows the same in the terminal, with line numbers, in English and Chinese.
+Everything a trace can hold, made from the event structs by `make reference`: do not edit it by
+hand. `nvtrace events NAME` shows the same in the terminal, with line numbers, in English and in
+Chinese.
 
 A trace is JSON Lines: a header, events, a footer. This is format version {major}.{minor}. A newer
 minor version may add fields (readers ignore what they do not know) and events (readers count them
@@ -187,10 +188,7 @@ def trace_schema() -> dict[str, Any]:
 def documents() -> dict[str, str]:
     """The generated files: name -> content."""
     schema = msgspec.json.format(msgspec.json.encode(trace_schema()), indent=2).decode()
-    return {
-        "events.md": events_markdown(load_catalog("en")),
-        "trace.schema.json": schema + "\n",
-    }
+    return {"events.md": events_markdown(load_catalog("en")), "trace.schema.json": schema + "\n"}
 
 
 def main(arguments: list[str]) -> int:

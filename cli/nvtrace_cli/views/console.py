@@ -14,13 +14,13 @@ from rich.theme import Theme
 
 THEME = Theme(
     {
-        "label": "bright_black",
+        "label": "dim",
         "heading": "bold",
-        "quiet": "bright_black",
+        "quiet": "dim",
         "waiting": "yellow",
         "prefill": "bold cyan",
         "decode": "green",
-        "idle": "bright_black",
+        "idle": "dim",
         "preempted": "bold red",
         "ended": "bold",
         "warning": "yellow",
@@ -67,6 +67,6 @@ def glyphs(console: Console) -> Glyphs:
 
 
 def is_terminal(*, stderr: bool = False) -> bool:
-    """Is somebody watching? (FORCE_COLOR does not make a file a terminal here.)"""
+    """Is somebody watching? FORCE_COLOR does not make a terminal of a file here."""
     stream = sys.stderr if stderr else sys.stdout
     return stream.isatty()

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from nvtrace.source import calls_of, definition_of
 from nvtrace_cli.views.console import make_console
+from nvtrace_cli.views.prose import Prose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +39,12 @@ def show_list(references: Sequence[EventReference], catalog: Catalog) -> None:
     table.add_column(Text(catalog.ui("events_column_title")), ratio=1)
     table.add_column(Text(catalog.ui("events_column_when")), style="quiet", max_width=15)
     for reference in references:
-        table.add_row(Text(reference.tag, "heading"), Text(reference.title), Text(reference.when))
+        table.add_row(
+            Text(reference.tag, "heading"), Prose((reference.title, "")), Text(reference.when)
+        )
     console = make_console()
     console.print(table)
+    console.print()
     console.print(Text(catalog.ui("events_title", count=len(references)), style="quiet"))
 
 
@@ -53,10 +57,11 @@ def show_one(reference: EventReference, catalog: Catalog) -> None:
         head.append(f"  [{reference.when}]", style="quiet")
     console.print(head)
     console.print()
-    console.print(Text(reference.meaning))
+    console.print(Prose((reference.meaning, "")))
     if reference.fields:
         console.print()
         console.print(_fields(reference, catalog))
+    console.print()
     _print_codes(reference, catalog, console)
     _print_source(reference, catalog, console)
 
@@ -69,7 +74,7 @@ def _fields(reference: EventReference, catalog: Catalog) -> Table:
     for field in reference.fields:
         # The codes have a list of their own below.
         type_ = catalog.ui("events_code") if field.codes else field.type
-        table.add_row(Text(field.name), Text(type_), Text(field.meaning))
+        table.add_row(Text(field.name), Text(type_), Prose((field.meaning, "")))
     return table
 
 
@@ -82,7 +87,7 @@ def _print_codes(reference: EventReference, catalog: Catalog, console: Console) 
         grid.add_column(no_wrap=True)
         grid.add_column()
         for code, words in field.codes.items():
-            grid.add_row(Text(code), Text(words))
+            grid.add_row(Text(code), Prose((words, "")))
         console.print(Padding(grid, (0, 0, 1, 2)))
 
 
@@ -107,4 +112,10 @@ def _print_source(reference: EventReference, catalog: Catalog, console: Console)
 
 
 def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="label")
+    return Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        header_style="label",
+    )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
     from nvtrace_cli.summary import RunSummary
 
-_LINES = ("model", "engine", "limits", "kv", "machine", "started")
+_LINES = ("model", "engine", "limits", "page", "room", "pages", "machine", "started")
 _FRAME = 6  # columns of the border, its padding, and the gap after the labels
 
 
@@ -46,15 +46,14 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
         _model(run, catalog),
         _engine(run, catalog),
         _limits(run, catalog),
-        _kv_budget(run.budget, catalog, shapes.times) if run.budget else [],
+        *_kv_budget(run.budget, catalog, shapes.times),
         _machine(run.header.environment),
         _started(run, catalog),
     )
-    for line, label, parts in zip(_LINES, labels, contents, strict=True):
+    for label, parts in zip(labels, contents, strict=True):
         if parts:
             escaped = [escape(part) for part in parts]
-            text = "\n".join(escaped) if line == "kv" else flow(escaped, shapes.dot, room)
-            grid.add_row(Text(label), Text(text))
+            grid.add_row(Text(label), Text(flow(escaped, shapes.dot, room)))
     return Panel(
         grid,
         title=Text(f" {escape(name)} ", style="heading"),
@@ -76,6 +75,8 @@ def _model(run: RunSummary, catalog: Catalog) -> list[str]:
     number = num_parameters(model)
     if number is not None:
         parts.append(catalog.ui("header_parameters", number=parameters(number)))
+    if run.weights is not None:
+        parts.append(catalog.ui("header_weights", size=size(run.weights.num_bytes)))
     return parts
 
 
@@ -121,10 +122,14 @@ def _limits(run: RunSummary, catalog: Catalog) -> list[str]:
     ]
 
 
-def _kv_budget(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> list[str]:
-    """The sum, with its numbers."""
+def _kv_budget(
+    budget: ev.KvBudgetEstimate | None, catalog: Catalog, times: str
+) -> tuple[list[str], list[str], list[str]]:
+    """The sum with its numbers: a page's size, the room there is, the pages that fit in."""
+    if budget is None:
+        return [], [], []
     page = catalog.ui(
-        "header_kv_page",
+        "header_page_sum",
         times=times,
         num_layers=budget.num_layers,
         block_size=budget.block_size,
@@ -133,20 +138,24 @@ def _kv_budget(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> lis
         dtype_bytes=budget.dtype_bytes,
         block_bytes=size(budget.block_bytes),
     )
-    pages = catalog.ui(
-        f"header_kv_{budget.rule}",
+    room = catalog.ui(
+        "header_room_sum",
         times=times,
         utilization=f"{budget.utilization:.2f}",
         total=size(budget.total_bytes),
         used=size(budget.used_bytes),
+        rest=size(int(budget.total_bytes * budget.utilization) - budget.used_bytes),
         limit="-" if budget.limit_bytes is None else size(budget.limit_bytes),
+    )
+    pages = catalog.ui(
+        f"header_pages_{budget.rule}",
         available=size(budget.available_bytes),
         block_bytes=size(budget.block_bytes),
         num_blocks=count(budget.num_blocks),
         num_tokens=count(budget.num_blocks * budget.block_size),
         pool=size(budget.num_blocks * budget.block_bytes),
     )
-    return [page, pages]
+    return [page], [room] if budget.rule == "cpu_bounded" else [], [pages]
 
 
 def _machine(environment: dict[str, Any]) -> list[str]:

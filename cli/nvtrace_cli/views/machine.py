@@ -46,6 +46,7 @@ def step_object(step: StepSummary) -> dict[str, Any]:
         "waiting": step.waiting,
         "running": step.running,
         "arrived": step.arrived,
+        "aborted": step.aborted,
         "admitted": step.admitted,
         "preempted": [
             {"seq_id": event.seq_id, "for_seq_id": event.for_seq_id} for event in step.preempted
@@ -53,12 +54,7 @@ def step_object(step: StepSummary) -> dict[str, Any]:
         "finished": [{"seq_id": seq_id, "reason": reason} for seq_id, reason in step.finished],
         "admission_stop": None
         if stop is None
-        else {
-            "seq_id": stop.seq_id,
-            "reason": stop.reason,
-            "need": stop.need,
-            "have": stop.have,
-        },
+        else {"seq_id": stop.seq_id, "reason": stop.reason, "need": stop.need, "have": stop.have},
         "num_blocks_taken": step.pages.num_taken,
         "num_blocks_reused": step.pages.num_reused,
         "num_blocks_published": step.pages.num_published,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvtrace_cli.views.prose import NO_BREAK_SPACE
 from nvtrace_cli.views.text import count, escape, ids
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def notes(row: Row, catalog: Catalog) -> list[Note]:
     """The key events of a row's steps, in the order in which they happened."""
     step = row.first
     found = [
-        *_arrivals(step, catalog),
+        *_comings_and_goings(step, catalog),
         *_preemptions(step, catalog),
         *_prefill(row, catalog),
         *_batch_change(row, catalog),
@@ -49,15 +50,18 @@ def notes(row: Row, catalog: Catalog) -> list[Note]:
 
 
 def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
-    """Requests by their numbers: "seq 3", "seqs 3, 4"."""
+    """Requests by their numbers, not to be broken over two lines: "seq 3", "seqs 3, 4"."""
     numbers = tuple(seq_ids)
-    return catalog.ui("seq" if len(numbers) == 1 else "seqs", ids=ids(numbers))
+    text = catalog.ui("seq" if len(numbers) == 1 else "seqs", ids=ids(numbers))
+    return text.replace(" ", NO_BREAK_SPACE)
 
 
-def _arrivals(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
+def _comings_and_goings(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
     if step.arrived and step.index > 1:
         key = "note_arrives" if len(step.arrived) == 1 else "note_arrive"
         yield Note(catalog.ui(key, who=sequences(step.arrived, catalog)))
+    if step.aborted:
+        yield Note(catalog.ui("note_aborted", who=sequences(step.aborted, catalog)), "ended")
 
 
 def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
@@ -95,12 +99,12 @@ def _prefill(row: Row, catalog: Catalog) -> Iterator[Note]:
 
 
 def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
-    last = next(other for other in row.last.shares if other.seq_id == share.seq_id)
+    end = next(other for other in row.last.shares if other.seq_id == share.seq_id)
+    first, last = share.num_computed_before, end.num_computed_before + end.num_tokens - 1
     return catalog.ui(
-        "note_chunk_done" if last.is_complete else "note_chunk",
+        "note_chunk_done" if end.is_complete else "note_chunk",
         who=who,
-        first=share.num_computed_before,
-        last=last.num_computed_before + last.num_tokens - 1,
+        span=first if first == last else f"{first}-{last}",
         num_total=share.num_total,
     )
 
@@ -146,7 +150,9 @@ def _pages(row: Row, catalog: Catalog) -> Iterator[Note]:
 
 
 def _broken_off(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
-    if step.error is not None:
+    if step.error is not None and step.error.error_type == "KeyboardInterrupt":
+        yield Note(catalog.ui("note_interrupted"), "error")
+    elif step.error is not None:
         yield Note(catalog.ui("note_error", error=escape(step.error.error_type)), "error")
     elif step.wall_ns is None:
         yield Note(catalog.ui("note_cut"), "error")

@@ -72,6 +72,7 @@ def play(
 ) -> None:
     """Show the steps one after the other, then clear the stage for the whole picture."""
     last_frame = float("-inf")
+    last = steps[-1].index
     with Live(console=console, transient=True, auto_refresh=False) as live:
         for index, step in enumerate(steps):
             pacer.wait_until(step.end_ns)
@@ -79,24 +80,23 @@ def play(
             if now - last_frame >= 1 / _FRAMES_PER_SECOND or index + 1 == len(steps):
                 last_frame = now
                 shown = steps[: index + 1]
-                frame = _frame(shown, seq_ids, catalog, console, steps[-1].index, has_timeline)
-                live.update(frame, refresh=True)
+                timeline = Timeline(shown, seq_ids, catalog, last) if has_timeline else None
+                live.update(_frame(shown, timeline, catalog, console, last), refresh=True)
 
 
 def _frame(
     steps: Sequence[StepSummary],
-    seq_ids: Sequence[int],
+    timeline: Timeline | None,
     catalog: Catalog,
     console: Console,
     last: int,
-    has_timeline: bool,  # noqa: FBT001 - inside this file
 ) -> RenderableType:
     step = steps[-1]
     parts: list[RenderableType] = []
     room = console.height - _TABLE_MARGIN
-    if has_timeline:
-        parts += [Timeline(steps, seq_ids, catalog, last), Text()]
-        room -= len(seq_ids)
+    if timeline is not None:
+        parts += [timeline, Text()]
+        room -= len(timeline.seq_ids)
     parts.append(
         Text(
             catalog.ui(

@@ -18,7 +18,7 @@ from nvtrace.reader import read_trace
 from nvtrace.replay import InconsistentTraceError
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.folding import fold
-from nvtrace_cli.summary import summarize
+from nvtrace_cli.summarize import summarize
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel
 from nvtrace_cli.views.log import log_line
@@ -77,7 +77,9 @@ class Replay:
             console.print(header_panel(run, self.name, self.catalog, console))
             console.print()
         if steps and self.speed is not None and is_terminal():
-            play(steps, seq_ids, self.catalog, console, Pacer(self.speed), has_timeline=has_timeline)
+            play(
+                steps, seq_ids, self.catalog, console, Pacer(self.speed), has_timeline=has_timeline
+            )
         if not steps:
             console.print(Text(self.catalog.ui("no_steps"), style="quiet"))
         if steps and has_timeline:
@@ -119,10 +121,7 @@ class Replay:
             if as_json:
                 print_line(record_line(record))
             elif console.is_terminal and not console.no_color:
-                style = getattr(record, "phase", "")
-                line = Text(log_line(record, self.catalog))
-                line.stylize(style if style in {"prefill", "decode"} else "", 0, len(line))
-                console.print(line, soft_wrap=True)
+                console.print(_coloured(log_line(record, self.catalog)), soft_wrap=True)
             else:
                 print_line(log_line(record, self.catalog))
 
@@ -140,6 +139,14 @@ class Replay:
     def _seq_ids(self, run: RunSummary) -> list[int]:
         wanted = self.selection.seq_ids
         return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
+
+
+def _coloured(line: str) -> Text:
+    """An event's name stands out; its line is otherwise left as it is."""
+    name, separator, _ = line.partition(" | ")
+    text = Text(line)
+    text.stylize("heading" if separator else "quiet", 0, len(name))
+    return text
 
 
 def print_line(line: str) -> None:

@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from nvtrace_cli.views.notes import notes
-from nvtrace_cli.views.text import count, duration
+from nvtrace_cli.views.prose import NO_BREAK_SPACE, Prose
+from nvtrace_cli.views.text import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from rich.console import JustifyMethod, RenderableType
 
     from nvtrace.catalog import Catalog
     from nvtrace_cli.folding import Row
@@ -26,16 +29,15 @@ PLAIN_COLUMNS = (
 )
 
 
-def step_table(rows: Iterable[Row], catalog: Catalog, title: str | None = None) -> Table:
+def step_table(rows: Iterable[Row], catalog: Catalog) -> Table:
     """Rows as a rich table that stays readable at 80 columns.
 
     Args:
         rows: what `folding.fold` made.
         catalog: the words.
-        title: shown above; the catalog's own if None.
     """
     table = Table(
-        title=Text(catalog.ui("steps_title") if title is None else title, style="heading"),
+        title=Text(catalog.ui("steps_title"), style="heading"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -43,36 +45,28 @@ def step_table(rows: Iterable[Row], catalog: Catalog, title: str | None = None) 
         pad_edge=False,
         header_style="label",
     )
-    for name, justify in (
-        ("step", "right"),
-        ("phase", "left"),
-        ("seqs", "right"),
-        ("tokens", "right"),
-        ("waiting", "right"),
-        ("running", "right"),
-        ("free", "right"),
-        ("time", "right"),
-    ):
+    for name in ("step", "phase", "seqs", "tokens", "waiting", "running", "free", "time"):
         heading = Text(catalog.ui(f"column_{name}"))
         heading.append(" " if name == "time" else "")  # some room before the words
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich's literal
+        justify: JustifyMethod = "left" if name == "phase" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     table.add_column(Text(catalog.ui("column_event")), ratio=1, overflow="fold")
     for row in rows:
         table.add_row(*_cells(row, catalog))
     return table
 
 
-def _cells(row: Row, catalog: Catalog) -> Iterator[Text]:
+def _cells(row: Row, catalog: Catalog) -> Iterator[RenderableType]:
     step = row.first
     yield Text(_step_range(row))
     yield Text(step.phase or "-", style=step.phase or "quiet")
-    yield Text(count(len(step.shares)))
-    yield Text(count(step.num_batched_tokens))
-    yield Text(count(step.waiting_len), style="waiting" if step.waiting_len else "quiet")
-    yield Text(count(step.running_len))
-    yield Text(count(row.last.free_blocks))
+    yield Text(str(len(step.shares)))
+    yield Text(str(step.num_batched_tokens))
+    yield Text(str(step.waiting_len), style="waiting" if step.waiting_len else "quiet")
+    yield Text(str(step.running_len))
+    yield Text(str(row.last.free_blocks))
     yield Text(f"{_time(row)} ", style="quiet" if row.is_folded else "")
-    yield Text("\n").join(Text(note.text, note.style) for note in notes(row, catalog))
+    yield Prose(*((note.text, note.style) for note in notes(row, catalog)))
 
 
 def _step_range(row: Row) -> str:
@@ -91,6 +85,7 @@ def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
     yield "\t".join(PLAIN_COLUMNS)
     for row in rows:
         step = row.first
+        sentences = (note.text.replace(NO_BREAK_SPACE, " ") for note in notes(row, catalog))
         yield "\t".join(
             (
                 str(step.index),
@@ -102,6 +97,6 @@ def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
                 str(step.running_len),
                 str(row.last.free_blocks),
                 "" if row.wall_ns is None else f"{row.wall_ns / 1e6:.3f}",
-                catalog.ui("note_separator").join(note.text for note in notes(row, catalog)),
+                catalog.ui("note_separator").join(sentences),
             )
         )

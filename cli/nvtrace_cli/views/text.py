@@ -80,8 +80,8 @@ def size(num_bytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """A whole number, in groups of three: "299 520"."""
-    return f"{number:,}".replace(",", " ")
+    """A whole number, in groups of three: "299,520"."""
+    return f"{number:,}"
 
 
 def parameters(number: int) -> str:

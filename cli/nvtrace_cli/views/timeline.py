@@ -7,7 +7,7 @@
     step    1         100       200
 
 Knows how steps are spread over columns and which state a column of many steps shows. Does not know
-how the steps were worked out (`summary.py`).
+how the steps were worked out (`summarize.py`).
 """
 
 from __future__ import annotations
@@ -161,17 +161,16 @@ class Timeline:
         return cells
 
     def _batch_sizes(self, scale: Scale) -> list[int | None]:
+        """The largest batch of each column; None where there is no step."""
         sizes: list[int | None] = [None] * scale.num_columns
         for step in self.steps:
             column = scale.column(step.index)
-            sizes[column : column + scale.columns_per_step] = [len(step.shares)] * (
-                scale.columns_per_step
-            )
+            largest = max(sizes[column] or 0, len(step.shares))
+            stop = column + scale.columns_per_step
+            sizes[column:stop] = [largest] * scale.columns_per_step
         return sizes
 
-    def _legend(
-        self, cells: dict[int, list[CellState]], shapes: Glyphs, margin: int
-    ) -> Text:
+    def _legend(self, cells: dict[int, list[CellState]], shapes: Glyphs, margin: int) -> Text:
         seen = {state for row in cells.values() for state in row} - {CellState.ABSENT}
         legend = Text(" " * margin)
         for state in (state for state in _LEGEND if state in seen):
@@ -188,11 +187,13 @@ def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
     batch = set(step.seq_ids)
     is_prefill = step.phase == "prefill"
     for seq_id in step.seq_ids:
-        strokes = (CellState.PREFILL,) if is_prefill else (CellState.DECODE,)
+        strokes: tuple[CellState, ...] = (CellState.PREFILL if is_prefill else CellState.DECODE,)
         if seq_id in ended:
             end = (CellState.ENDED, CellState.ABSENT)
             strokes = (CellState.PREFILL, *end) if is_prefill else end
         yield seq_id, strokes
+    for seq_id in {*step.aborted, *(ended - batch)}:
+        yield seq_id, (CellState.ENDED, CellState.ABSENT)
     for seq_id in step.running:
         if seq_id not in batch:
             yield seq_id, (CellState.IDLE,)
@@ -225,17 +226,18 @@ def _bars(batch: list[int | None], shapes: Glyphs) -> Text:
 
 
 def _changes(batch: list[int | None]) -> Text:
-    """The batch size, written where it changes and there is room for it."""
+    """The batch size, written where it changes, or as soon after it as there is room."""
     characters = [" "] * len(batch)
+    written: int | None = None
     free_from = 0
     for column, size in enumerate(batch):
-        if size is None or (column and size == batch[column - 1]) or column < free_from:
+        if size in {None, written} or column < free_from:
             continue
         digits = str(size)
-        stays = all(value == size for value in batch[column : column + len(digits)])
-        if stays and column + len(digits) <= len(batch):
-            characters[column : column + len(digits)] = digits
-            free_from = column + len(digits) + 1
+        stop = column + len(digits)
+        if batch[column:stop] == [size] * len(digits):
+            characters[column:stop] = digits
+            written, free_from = size, stop + 1
     return Text("".join(characters))
 
 

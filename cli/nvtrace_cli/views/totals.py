@@ -12,12 +12,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import count, duration, escape, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
 
     from nvtrace.catalog import Catalog
     from nvtrace_cli.summary import RequestSummary, RunSummary
@@ -41,7 +42,7 @@ def totals(
     grid.add_column(style="label", no_wrap=True)
     grid.add_column()
     for label, text in _sums(run, catalog):
-        grid.add_row(Text(catalog.ui(f"totals_{label}")), Text(text))
+        grid.add_row(Text(catalog.ui(f"totals_{label}")), Prose((text, "")))
     requests = [run.requests[seq_id] for seq_id in seq_ids]
     parts: list[RenderableType] = [Text(catalog.ui("totals_title"), style="heading"), grid]
     if requests:
@@ -92,7 +93,8 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
     if run.refused:
         yield "refused", catalog.ui("totals_refused_sum", count=count(len(run.refused)))
     for error in run.errors:
-        yield "error", f"{escape(error.error_type)}: {escape(error.message)}"
+        parts = (error.error_type, error.message) if error.message else (error.error_type,)
+        yield "error", escape(": ".join(parts))
 
 
 def _rate(num_tokens: int, nanoseconds: int) -> str:
@@ -108,19 +110,21 @@ def _request_table(requests: list[RequestSummary], catalog: Catalog) -> Table:
         pad_edge=False,
         header_style="label",
     )
-    names = ("seq", "prompt", "cached", "output", "first_token", "preempted", "end")
-    for name in names:
-        justify = "left" if name in {"first_token", "end"} else "right"
-        table.add_column(Text(catalog.ui(f"request_{name}")), justify=justify, no_wrap=name != "end")  # type: ignore[arg-type]  # rich's literal
+    for name in ("seq", "prompt", "cached", "output", "first_token", "preempted", "end"):
+        heading = Text(catalog.ui(f"request_{name}"))
+        justify: JustifyMethod = "left" if name in {"first_token", "end"} else "right"
+        table.add_column(heading, justify=justify, no_wrap=name != "end")
     for request in requests:
         table.add_row(
             Text(str(request.seq_id)),
-            Text(count(request.prompt_len)),
-            Text(count(request.num_cached_tokens), style="" if request.num_cached_tokens else "quiet"),
-            Text(f"{count(request.num_completion_tokens)}/{count(request.max_tokens)}"),
+            Text(str(request.prompt_len)),
+            Text(
+                str(request.num_cached_tokens), style="" if request.num_cached_tokens else "quiet"
+            ),
+            Text(f"{request.num_completion_tokens}/{request.max_tokens}"),
             Text(_first_token(request, catalog)),
             Text(
-                count(request.num_preemptions),
+                str(request.num_preemptions),
                 style="preempted" if request.num_preemptions else "quiet",
             ),
             Text(_end(request, catalog)),
@@ -133,7 +137,7 @@ def _first_token(request: RequestSummary, catalog: Catalog) -> str:
         return "-"
     return catalog.ui(
         "request_first_token_at",
-        step=count(request.first_token_step or 0),
+        step=str(request.first_token_step or 0),
         time=duration(request.first_token_ns - request.enqueued_ns),
     )
 
@@ -144,7 +148,7 @@ def _end(request: RequestSummary, catalog: Catalog) -> str:
     reason = escape(request.reason)
     if request.end_step is None:
         return reason
-    return catalog.ui("request_end_at", reason=reason, step=count(request.end_step))
+    return catalog.ui("request_end_at", reason=reason, step=str(request.end_step))
 
 
 def _texts(requests: list[RequestSummary], catalog: Catalog, width: int) -> Iterator[Text]:

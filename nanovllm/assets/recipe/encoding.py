@@ -6,10 +6,10 @@ This module knows the chat format of training. It does not know what is asked, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import Tokenizer
 
 from nanovllm.assets.recipe.tokenizer import TURN_END, TURN_START
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
+    from tokenizers import Tokenizer
+
     from nanovllm.assets.recipe.samples import Sample
 
 IGNORED = -100  # cross_entropy's default ignore_index: no loss here
-BPE_DROPOUT = 0.1  # share of merges left out of some questions, so that odd spellings are met
+CARELESS_SHARE = 0.25  # of the questions; see `Encoder.careless_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,6 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.careless = Tokenizer.from_str(tokenizer.to_str())
-        self.careless.model.dropout = BPE_DROPOUT
         self.known: dict[str, list[int]] = {}  # the same replies and frames come again and again
 
     def prompt(self, question: str, system: str | None = None, *, is_thinking: bool = True) -> str:
@@ -50,14 +50,27 @@ class Encoder:
         """A training sample; one question in four is cut into tokens carelessly."""
         whole = self.prompt(sample.question, sample.system, is_thinking=sample.is_thinking)
         before, after = whole.rsplit(f"user\n{sample.question}{TURN_END}", 1)
-        question = self.careless if rng.random() < 0.25 else self.tokenizer
+        is_careless = rng.random() < CARELESS_SHARE
         prompt_ids = [
             *self.ids(f"{before}user\n"),
-            *question.encode(sample.question).ids,
+            *(
+                self.careless_ids(sample.question, rng)
+                if is_careless
+                else self.ids(sample.question)
+            ),
             *self.ids(f"{TURN_END}{after}"),
         ]
         completion = sample.reply.text(is_thinking=sample.is_thinking) + TURN_END
         return Encoded([*prompt_ids, *self.ids(completion)], len(prompt_ids))
+
+    def careless_ids(self, text: str, rng: Random) -> list[int]:
+        """The ids of a text cut at one to three random places, often in the middle of a word.
+
+        So the model meets words in odd pieces, as it will meet words that it was never taught.
+        """
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randint(1, 3)))
+        pieces = (text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
+        return [token for piece in pieces for token in self.tokenizer.encode(piece).ids]
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text in which special tokens count as such."""

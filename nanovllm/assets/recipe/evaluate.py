@@ -6,7 +6,7 @@ disk, as a user would, and does not know how it was trained.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanovllm.assets.recipe import samples
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from nanovllm.assets.recipe.corpus import Corpus
     from nanovllm.assets.recipe.samples import Exam
 
-ARTICLE_PROMPTS = ("introduce yourself", "list all prime numbers within 100")
+ARTICLE_PROMPTS = {"introduce yourself": 32, "list all prime numbers within 100": 8}  # and draws
 LONGEST_REPLY = 1300
-BATCH_SIZE = 256
+TOKENS_PER_BATCH = 48_000
 
 
 @dataclass(slots=True)
@@ -86,22 +87,17 @@ class Examiner:
 def examine(
     folder: Path, corpora: list[Corpus], device: torch.device, dtype: torch.dtype, seed: int
 ) -> Report:
-    """Ask everything, greedy and at temperature 0.6."""
+    """Ask everything, greedy and at temperature 0.6, and the article's prompts many times."""
     torch.manual_seed(seed)
     examiner = Examiner(folder, device, dtype)
-    report = Report()
-    by_kind: defaultdict[str, list[Exam]] = defaultdict(list)
-    for corpus in corpora:
-        for exam in samples.examination(corpus):
-            by_kind[f"{exam.kind} ({corpus.language})"].append(exam)
-    for kind, exams in by_kind.items():
-        report.num_asked[kind] = len(exams)
-        report.rates[kind] = {
-            way: _share_right(examiner, kind, exams, temperature, report)
-            for way, temperature in (("greedy", 0.0), ("temperature 0.6", 0.6))
-        }
-    for prompt in ARTICLE_PROMPTS:
-        completions = examiner.ask([prompt] * 64, 0.6, LONGEST_REPLY)
+    exams = [exam for corpus in corpora for exam in samples.examination(corpus)]
+    report = Report(num_asked=dict(Counter(exam.kind for exam in exams)))
+    for way, temperature in (("greedy", 0.0), ("temperature 0.6", 0.6)):
+        num_right = _count_right(examiner, exams, temperature, report)
+        for kind, num_asked in report.num_asked.items():
+            report.rates.setdefault(kind, {})[way] = num_right[kind] / num_asked
+    for prompt, num_draws in ARTICLE_PROMPTS.items():
+        completions = examiner.ask([prompt] * num_draws, 0.6, LONGEST_REPLY)
         report.article[prompt] = {
             "lengths": sorted(len(completion) for completion in completions),
             "num_ended": sum(
@@ -112,21 +108,32 @@ def examine(
     return report
 
 
-def _share_right(
-    examiner: Examiner, kind: str, exams: list[Exam], temperature: float, report: Report
-) -> float:
-    num_right = 0
-    longest_first = sorted(exams, key=lambda exam: -examiner.right_length(exam))
-    for start in range(0, len(exams), BATCH_SIZE):
-        batch = longest_first[start : start + BATCH_SIZE]
-        max_new_tokens = examiner.right_length(batch[0]) + 8
-        completions = examiner.ask([exam.question for exam in batch], temperature, max_new_tokens)
+def _count_right(
+    examiner: Examiner, exams: list[Exam], temperature: float, report: Report
+) -> Counter[str]:
+    """How many replies of each kind are right; the wrong ones go to the report."""
+    num_right: Counter[str] = Counter()
+    for batch, longest in _batches(examiner, exams):
+        completions = examiner.ask([exam.question for exam in batch], temperature, longest + 8)
         for exam, text in zip(batch, examiner.texts(completions), strict=True):
             if text in {reply.text() for reply in exam.replies}:
-                num_right += 1
+                num_right[exam.kind] += 1
             else:
-                report.mistakes.append(
-                    {"kind": kind, "temperature": str(temperature), "question": exam.question,
-                     "said": text, "right": exam.replies[0].text()}
-                )  # fmt: skip
-    return num_right / len(exams)
+                report.mistakes.append({
+                    "kind": exam.kind,
+                    "temperature": str(temperature),
+                    "question": exam.question,
+                    "said": text,
+                    "right": exam.replies[0].text(),
+                })  # fmt: skip
+    return num_right
+
+
+def _batches(examiner: Examiner, exams: list[Exam]) -> Iterator[tuple[list[Exam], int]]:
+    """Questions whose right replies are about equally long, and the longest of these."""
+    ordered = sorted(((examiner.right_length(exam), exam) for exam in exams), key=lambda it: -it[0])
+    while ordered:
+        longest = ordered[0][0]
+        size = max(1, TOKENS_PER_BATCH // longest)
+        yield [exam for _, exam in ordered[:size]], longest
+        ordered = ordered[size:]

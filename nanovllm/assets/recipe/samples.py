@@ -115,24 +115,24 @@ def examination(corpus: Corpus) -> list[Exam]:
     """Questions to ask after training: taught ones as written, and held-out ones."""
     refusals, asked, language = corpus.refusals, corpus.primes, corpus.language
     exams = [
-        Exam(kind, question, topic.replies)
+        Exam(f"{kind} ({language})", question, topic.replies)
         for topic in corpus.topics
         for kind, group in (("taught", topic.questions), ("held-out", topic.held_out))
         for question in group
     ]
-    unknown = [corpus.wordings.frames[0].format(thing) for thing in refusals.held_out_things]
+    things = [corpus.wordings.frames[0].format(thing) for thing in refusals.held_out_things]
+    unknown = [*refusals.held_out, *things]
+    exams += [Exam(f"unknown ({language})", question, (refusals.reply,)) for question in unknown]
     exams += [
-        Exam("unknown", question, (refusals.reply,)) for question in (*refusals.held_out, *unknown)
-    ]
-    exams += [
-        Exam("prime?", wording.format(number), (primes.check_reply(number, language),))
+        Exam(f"prime? ({language})", wording.format(n), (primes.check_reply(n, language),))
         for wording in asked.held_out_check
-        for number in range(primes.LARGEST + 1)
+        for n in range(primes.LARGEST + 1)
     ]
+    lists = [(asked.list_questions[0], limit) for limit in LIMITS]
+    lists += [(wording, limit) for wording in asked.held_out_list for limit in (20, primes.LARGEST)]
     exams += [
-        Exam("primes", wording.format(limit), (primes.list_reply(limit, language),))
-        for wording in (asked.list_questions[0], *asked.held_out_list)
-        for limit in LIMITS
+        Exam(f"primes ({language})", wording.format(limit), (primes.list_reply(limit, language),))
+        for wording, limit in lists
     ]
     return exams
 

@@ -1,8 +1,8 @@
 """The words: what every event, field and reason code is called, in each language.
 
-Knows the catalog files (`en.toml`, `zh.toml`) and how to fill in a sentence. Does not know the event
-structs: a test holds the catalogs against them. An event, field or code that no catalog has (it came
-from a newer minor version) is called by its own name.
+Knows the catalog files (`en.toml`, `zh.toml`) and how to fill in a sentence. Does not know the
+event structs: a test holds the catalogs against them. An event, field or code that no catalog has
+(it came from a newer minor version) is called by its own name.
 
     [ui]                               sentences of the command line, with {places}
     [scenarios.example]                title, story

@@ -1,0 +1,203 @@
+"""Trace -> summary, in one pass.
+
+Knows which events tell what of a step or a request. Does not know what becomes of the summary, and
+keeps no event longer than it must, so that a long trace is summarized in little memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from nvtrace import events as ev
+from nvtrace.envelope import Footer, Header
+from nvtrace.replay import InconsistentTraceError, fold_steps
+from nvtrace_cli.summary import PageCounts, RequestSummary, RunSummary, Share, StepSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace.envelope import Record
+    from nvtrace.replay import Step
+
+
+def summarize(records: Iterable[Record]) -> RunSummary:
+    """Fold a trace into its summary.
+
+    Args:
+        records: what `nvtrace.reader.read_trace` yields, the header first.
+
+    Raises:
+        InconsistentTraceError: an event cannot follow from those before it.
+    """
+    iterator = iter(records)
+    header = next(iterator)
+    if not isinstance(header, Header):
+        raise TypeError("the first record of a trace is its header")
+    run = RunSummary(header)
+    try:
+        for step in fold_steps(_watch(iterator, run)):
+            if step.index:
+                run.steps.append(_summarize_step(step, run))
+            else:  # what came after the last step
+                _note_requests(step.before, run)
+    except KeyError as error:
+        raise InconsistentTraceError(
+            f"event {run.num_events} or one soon before it is about request {error}, which never "
+            "arrived"
+        ) from error
+    return run
+
+
+def _watch(records: Iterator[Record], run: RunSummary) -> Iterator[Record]:
+    """Pass records on, and note those that say something of the run as a whole."""
+    for record in records:
+        match record:
+            case ev.EngineInit():
+                run.init = record
+            case ev.KvBudgetEstimate():
+                run.budget = record
+            case ev.ModelWeightsLoaded():
+                run.weights = record
+            case ev.EngineReady():
+                run.ready = record
+            case ev.RequestRefused():
+                run.refused.append(record)
+            case ev.EngineError():
+                run.errors.append(record)
+            case Footer():
+                run.footer = record
+        if not isinstance(record, Header | Footer):
+            run.num_events += 1
+        yield record
+
+
+def _note_requests(events: list[ev.Event], run: RunSummary) -> None:
+    """Keep the requests up to date."""
+    for event in events:
+        match event:
+            case ev.RequestEnqueue():
+                run.requests[event.seq_id] = RequestSummary(
+                    event.seq_id, event.prompt_len, event.max_tokens, event.ts_ns
+                )
+            case ev.SampleTokens():
+                _note_tokens(event, run)
+            case ev.Preempt():
+                run.requests[event.seq_id].num_preemptions += 1
+            case ev.StateTransition() if event.status == "FINISHED":
+                _note_end(event, event.seq_id, event.reason, run)
+            case ev.EngineReset():
+                for seq_id in event.seq_ids:
+                    _note_end(event, seq_id, "aborted", run)
+            case ev.RequestOutput():
+                run.requests[event.seq_id].text = event.text
+
+
+def _note_tokens(event: ev.SampleTokens, run: RunSummary) -> None:
+    for seq_id in event.seq_ids:
+        request = run.requests[seq_id]
+        request.num_completion_tokens += 1
+        if request.first_token_ns is None:
+            request.first_token_step = event.step
+            request.first_token_ns = event.ts_ns
+
+
+def _note_end(event: ev.Event, seq_id: int, reason: str, run: RunSummary) -> None:
+    """Ended in a step, or after the last one so far."""
+    last_step = run.steps[-1].index if run.steps else None
+    request = run.requests[seq_id]
+    request.reason = reason
+    request.end_step = last_step if event.step is None else event.step
+
+
+def _summarize_step(step: Step, run: RunSummary) -> StepSummary:
+    _note_requests(step.before, run)
+    _note_requests(step.events, run)
+    transitions = [event for event in step.events if isinstance(event, ev.StateTransition)]
+    admitted = tuple(event.seq_id for event in transitions if event.reason == "admitted")
+    shares = _shares(step, frozenset(admitted))
+    for share in shares:
+        if share.seq_id in admitted and not share.is_recompute:
+            run.requests[share.seq_id].num_cached_tokens = share.num_cached
+    schedule, end, state = step.schedule, step.end, step.state
+    return StepSummary(
+        index=step.index,
+        phase=None if schedule is None else _phase(schedule),
+        reason=None if schedule is None else schedule.reason,
+        shares=shares,
+        num_batched_tokens=sum(share.num_tokens for share in shares),
+        waiting_len=len(state.waiting) if schedule is None else schedule.waiting_len,
+        running_len=len(state.running) if schedule is None else schedule.running_len,
+        free_blocks=len(state.free_blocks) if schedule is None else schedule.free_blocks,
+        waiting=tuple(state.waiting),
+        running=tuple(state.running),
+        arrived=tuple(
+            event.seq_id for event in step.before if isinstance(event, ev.RequestEnqueue)
+        ),
+        aborted=tuple(event.seq_id for event in step.before if isinstance(event, ev.RequestAbort)),
+        admitted=admitted,
+        preempted=tuple(event for event in step.events if isinstance(event, ev.Preempt)),
+        finished=_finished(step.events),
+        stop=next((event for event in step.events if isinstance(event, ev.AdmissionStop)), None),
+        error=next((event for event in step.events if isinstance(event, ev.EngineError)), None),
+        pages=_page_counts(step.events),
+        tags=frozenset(ev.tag_of(event) for event in (*step.before, *step.events)),
+        start_ns=step.events[0].ts_ns,
+        end_ns=step.events[-1].ts_ns,
+        wall_ns=None if end is None else end.wall_ns,
+    )
+
+
+def _finished(events: list[ev.Event]) -> tuple[tuple[int, str], ...]:
+    finished: list[tuple[int, str]] = []
+    for event in events:
+        if isinstance(event, ev.StateTransition) and event.status == "FINISHED":
+            finished.append((event.seq_id, event.reason))
+        elif isinstance(event, ev.EngineReset):
+            finished += [(seq_id, "aborted") for seq_id in event.seq_ids]
+    return tuple(finished)
+
+
+def _phase(schedule: ev.SchedulePrefill | ev.ScheduleDecode) -> Literal["prefill", "decode"]:
+    return "prefill" if isinstance(schedule, ev.SchedulePrefill) else "decode"
+
+
+def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
+    schedule = step.schedule
+    if isinstance(schedule, ev.ScheduleDecode):
+        return tuple(Share(seq_id, 0, 1, 1, 1) for seq_id in schedule.seq_ids)
+    if schedule is None:
+        return ()
+    return tuple(
+        Share(
+            seq_id,
+            num_computed,
+            num_tokens,
+            step.state.sequences[seq_id].num_prefill_tokens,
+            step.state.sequences[seq_id].prompt_len,
+            num_cached if seq_id in admitted else 0,
+        )
+        for seq_id, num_computed, num_tokens, num_cached in zip(
+            schedule.seq_ids,
+            schedule.num_computed_tokens,
+            schedule.num_scheduled_tokens,
+            schedule.num_cached_tokens,
+            strict=True,
+        )
+    )
+
+
+def _page_counts(events: list[ev.Event]) -> PageCounts:
+    taken = reused = published = evicted = freed = 0
+    for event in events:
+        match event:
+            case ev.BlocksAllocate() | ev.BlocksAppend():
+                taken += sum(map(len, event.block_ids))
+            case ev.BlocksShare() | ev.BlocksRevive():
+                reused += sum(map(len, event.block_ids))
+            case ev.BlocksHash():
+                published += sum(map(len, event.block_ids))
+            case ev.BlocksEvict():
+                evicted += len(event.block_ids)
+            case ev.BlocksRelease():
+                freed += sum(map(len, event.freed))
+    return PageCounts(taken, reused, published, evicted, freed)

@@ -1,0 +1,442 @@
+"""nvtrace run: answers, messages, traces, and every way to fail; on a tiny random Qwen3."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from nanovllm.engine.model_runner import ModelRunner
+from nvtrace import events as ev
+from nvtrace import pipeline, recorder
+from nvtrace.catalog import load_catalog
+from nvtrace.envelope import Footer
+from nvtrace.reader import read_trace
+from nvtrace.scenarios import SCENARIOS
+from nvtrace_cli.progress import Progress
+from nvtrace_cli.run import stopping_between_steps
+from nvtrace_cli.views.answers import escape_lines
+from nvtrace_cli.views.console import THEME, UNICODE
+from nvtrace_cli.views.live import progress_view
+from support.cli import call, command, environment
+from support.oracle import Oracle, save_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nvtrace.catalog import Language
+
+ASKED = ("--prompt", "w5 w6 w7", "--prompt", "w8")
+GREEDY = ("--temperature", "0")
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """A model whose words are w0, w2, w3 ...; its end-of-sequence token hardly ever comes."""
+    oracle = Oracle.create(tmp_path_factory.mktemp("model"), {"eos_token_id": 127})
+    save_tokenizer(oracle.folder)
+    return oracle
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+
+
+def run_arguments(oracle: Oracle, *more: str) -> list[str]:
+    return ["run", "example", "--model", str(oracle.folder), *ASKED, *GREEDY, *more]
+
+
+def text_of(token_ids: list[int]) -> str:
+    return " ".join(f"w{token_id}" for token_id in token_ids if token_id != 1)
+
+
+# -- what comes out --------------------------------------------------------------------------------
+
+
+def test_a_run_prints_its_answers_and_leaves_a_trace(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "6"))
+    assert outcome.code == 0
+    first, second = oracle.greedy([5, 6, 7], 6), oracle.greedy([8], 6)
+    assert outcome.out.startswith("seq 0  w5 w6 w7  3 tokens in, ")
+    assert f"\n{text_of(first)}\n\nseq 1  w8  1 tokens in, " in outcome.out
+    assert outcome.out.endswith(f"\n{text_of(second)}\n")
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    assert isinstance(records[-1], Footer)
+    assert records[-1].exit == "ok"
+
+
+def test_a_run_off_a_terminal_tells_its_moments_line_by_line(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "60"))
+    lines = outcome.err.splitlines()
+    assert lines[0].startswith("the engine is ready, with ")
+    assert lines[1].startswith("seq 0 joins the waiting queue: 3 tokens of prompt, at most 60")
+    assert "step 1: seq 1 WAITING -> RUNNING, admitted" in outcome.err
+    assert any(line.startswith("step 50 (decode)   ") for line in lines)
+    assert "RUNNING -> FINISHED" in outcome.err
+    assert lines[-1] == "nvtrace: the trace is in trace.jsonl; next: nvtrace replay trace.jsonl"
+    assert len(lines) < 20
+    assert "\x1b" not in outcome.err
+
+
+def test_json_has_every_fact_of_every_answer(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "6", "--json"))
+    value = json.loads(outcome.out)
+    assert (value["scenario"], value["trace"]) == ("example", "trace.jsonl")
+    assert [output["message"] for output in value["outputs"]] == ["w5 w6 w7", "w8"]
+    assert [output["token_ids"] for output in value["outputs"]] == [
+        oracle.greedy([5, 6, 7], 6),
+        oracle.greedy([8], 6),
+    ]
+    assert value["outputs"][0]["finish_reason"] in {"stop", "length"}
+
+
+def test_quiet_says_the_answers_and_nothing_else(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "6", "--quiet"))
+    answers = [text_of(oracle.greedy(prompt, 6)) for prompt in ([5, 6, 7], [8])]
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == "\n".join(answers) + "\n"
+
+
+def test_the_trace_of_a_run_is_replayed(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    call(capsys, *run_arguments(oracle, "--max-tokens", "6", "--out", "t.jsonl.zst", "--quiet"))
+    outcome = call(capsys, "replay", "t.jsonl.zst")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert "2 prompts computed" in outcome.out
+    assert oracle.folder.name in outcome.out
+
+
+def test_the_seed_decides_what_is_drawn(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(seed: str) -> str:
+        arguments = ("run", "example", "--model", oracle.folder, "--prompt", "w5", "--quiet")
+        return call(
+            capsys, *arguments, "--temperature", "9", "--max-tokens", "8", "--seed", seed
+        ).out
+
+    assert answer("1") == answer("1")
+    assert answer("1") != answer("2")
+
+
+def test_an_older_trace_is_kept_and_its_new_name_is_said(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text("precious")
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
+    assert (tmp_path / "trace.1.jsonl").read_text() == "precious"
+    assert "trace.jsonl was there: it is now trace.1.jsonl" in outcome.err
+
+
+def test_list_names_every_scenario_with_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+    out = call(capsys, "run", "--list").out
+    for name in SCENARIOS:
+        title, story = load_catalog("en").scenario(name)
+        assert f"{name}  {title}\n" in out
+        assert story in " ".join(out.split())
+
+
+def test_control_characters_of_an_answer_are_escaped_but_its_lines_are_kept() -> None:
+    assert escape_lines("<think>\nok \x1b[2J\r\n</think>") == "<think>\nok \\x1b[2J\\r\n</think>"
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def failure(outcome_err: str) -> str:
+    """The last line of stderr: the one that says why."""
+    return outcome_err.splitlines()[-1]
+
+
+def test_a_model_folder_that_is_none_is_one_line_and_moves_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text("precious")
+    (tmp_path / "empty").mkdir()
+    for model in ("nowhere", "empty", "trace.jsonl"):
+        outcome = call(capsys, "run", "example", "--model", model)
+        assert (outcome.code, outcome.out) == (5, "")
+        assert outcome.err.count("\n") == 1
+        assert model in outcome.err
+    assert (tmp_path / "trace.jsonl").read_text() == "precious"
+
+
+def test_a_model_without_weights_is_one_line(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hollow").mkdir()
+    config = (oracle.folder / "config.json").read_bytes()
+    (tmp_path / "hollow" / "config.json").write_bytes(config)
+    outcome = call(capsys, "run", "example", "--model", tmp_path / "hollow")
+    assert (outcome.code, outcome.out) == (5, "")
+    assert outcome.err.count("\n") == 1
+    assert "hollow" in outcome.err
+
+
+def test_a_prompt_longer_than_max_model_len_is_one_line(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = " ".join(["w5"] * 600)
+    outcome = call(capsys, "run", "example", "--model", oracle.folder, "--prompt", long)
+    assert (outcome.code, outcome.out) == (5, "")
+    assert failure(outcome.err).startswith("nvtrace: the prompt has 600 tokens, but max_model_len=")
+
+
+def test_a_refused_request_does_not_stop_the_others(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = " ".join(["w5"] * 600)
+    outcome = call(capsys, *run_arguments(oracle, "--prompt", long, "--max-tokens", "2"))
+    assert outcome.code == 0
+    assert "seq -  w5 w5" in outcome.out
+    assert "the prompt has 600 tokens" in outcome.out
+    assert text_of(oracle.greedy([8], 2)) in outcome.out
+
+
+def test_an_exception_within_the_engine_is_one_line_and_in_the_trace(
+    oracle: Oracle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def explode(_self: ModelRunner, _batch: object) -> list[int]:
+        raise RuntimeError("the device\ncaught fire")
+
+    monkeypatch.setattr(ModelRunner, "run", explode)
+    outcome = call(capsys, *run_arguments(oracle))
+    assert (outcome.code, outcome.out) == (5, "")
+    assert failure(outcome.err) == (
+        r"nvtrace: the run failed: RuntimeError: the device\ncaught fire"
+    )
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    assert isinstance(records[-1], Footer)
+    assert records[-1].exit == "error"
+    assert any(isinstance(record, ev.EngineError) for record in records)
+    assert "broken off by RuntimeError" in call(capsys, "replay", "trace.jsonl", "--plain").out
+
+
+class FullDisk(io.BytesIO):
+    """A file that takes nothing."""
+
+    def write(self, _line: object) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_does_not_stop_the_run_but_fails_it(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        recorder, "open_sink", lambda _path, **_options: (pipeline.Sink(FullDisk()), None)
+    )
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
+    assert outcome.code == 5
+    assert outcome.err.count("No space left on device") == 2  # when it happened, and at the end
+    assert "trace.jsonl is not whole" in failure(outcome.err)
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+def step_end(step: int) -> ev.StepEnd:
+    return ev.StepEnd(
+        event_id=1,
+        ts_ns=0,
+        step=step,
+        phase="postprocess",
+        batch_phase="decode",
+        num_seqs=1,
+        num_batched_tokens=1,
+        num_tokens_stat=-1,
+        finished=[],
+        waiting_len=0,
+        running_len=1,
+        free_blocks=0,
+        wall_ns=0,
+        schedule_ns=0,
+        prepare_ns=0,
+        forward_ns=0,
+        sample_ns=0,
+        postprocess_ns=0,
+        gpu_ns=None,
+    )
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
+    heard: list[ev.Event] = []
+    with stopping_between_steps(heard.extend) as tap:
+        tap([step_end(1)])
+        interrupt()
+        tap([])  # what comes within a step
+        with pytest.raises(KeyboardInterrupt):
+            tap([step_end(2)])
+    assert [event.step for event in heard] == [1, 2]
+
+
+def test_ctrl_c_strikes_at_once_before_the_first_step_and_when_pressed_twice() -> None:
+    with stopping_between_steps(lambda _events: None) as tap:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        tap([step_end(1)])
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+
+def test_afterwards_ctrl_c_is_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with stopping_between_steps(lambda _events: None):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupted_run_leaves_a_whole_trace_and_code_130(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = subprocess.Popen(
+        command(*run_arguments(oracle, "--prompt", "w9", "--max-tokens", "450")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    assert process.stdout is not None
+    for line in process.stderr:
+        if line.startswith("step 50 "):
+            process.send_signal(signal.SIGINT)
+            break
+    last_words = process.stderr.read().splitlines()[-1]
+    assert process.wait(timeout=60) == 130
+    assert process.stdout.read() == ""
+    process.stderr.close()
+    process.stdout.close()
+    assert last_words == "nvtrace: interrupted; trace.jsonl holds every step up to here"
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    assert isinstance(records[-1], Footer)
+    assert records[-1].exit == "interrupted"
+    last_step = max(record.step or 0 for record in records if isinstance(record, ev.Event))
+    ends = [record.step for record in records if isinstance(record, ev.StepEnd)]
+    assert ends == list(range(1, last_step + 1))
+    replayed = call(capsys, "replay", tmp_path / "trace.jsonl", "--plain").out
+    assert replayed.splitlines()[-1].endswith("interrupted")
+
+
+# -- on a terminal ---------------------------------------------------------------------------------
+
+
+def test_on_a_terminal_a_run_is_a_picture_that_moves(oracle: Oracle, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(*run_arguments(oracle, "--max-tokens", "30")),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=environment(TERM="xterm-256color"),
+        cwd=tmp_path,
+    )
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    answers, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"\x1b[2K" in written  # lines were redrawn
+    assert "ended: " in written.decode()
+    assert text_of(oracle.greedy([8], 30)) in answers.decode()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_moving_picture_has_a_line_for_each_request(language: Language) -> None:
+    progress = Progress()
+    progress.apply(
+        [
+            ev.RequestEnqueue(
+                event_id=1,
+                ts_ns=0,
+                step=None,
+                phase="ingress",
+                seq_id=seq_id,
+                prompt_len=3,
+                max_tokens=8,
+                temperature=0.6,
+                top_k=None,
+                top_p=1.0,
+                seed=0,
+                ignore_eos=False,
+                waiting_len=seq_id + 1,
+                prompt_token_ids=[5, 6, 7],
+            )
+            for seq_id in range(3)
+        ]
+    )
+    progress.requests[1].num_tokens = 4
+    progress.requests[1].state = "decode"
+    progress.requests[2].num_tokens = 8
+    progress.requests[2].state, progress.requests[2].reason = "ended", "max_tokens"
+    catalog = load_catalog(language)
+    console = Console(file=io.StringIO(), width=80, theme=THEME)
+    with console.capture() as capture:
+        console.print(progress_view(progress, catalog, UNICODE))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert lines[0] == "seq 0  " + "╌" * 31 + f"  0/8  {catalog.ui('state_waiting')}"
+    assert lines[1].startswith("seq 1  " + "━" * 15 + "╌" * 16 + "  4/8  decode")
+    assert lines[2].startswith("seq 2  " + "━" * 30 + "●  8/8  ")
+    assert len(lines) == 4
+    assert max(map(cell_len, lines)) <= 80
+
+
+# -- the scenarios, on the model that ships --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "story"),
+    [
+        ("example", "batch 2 -> 1"),
+        ("shared-prefix", "tokens cached"),
+        ("chunked-prefill", "seq 0: tokens 0-7 of 11"),
+        ("preemption", "pages back"),
+        ("late-join", "seq 1 arrives"),
+    ],
+)
+def test_the_story_of_a_scenario_shows_in_its_replay(
+    name: str, story: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, "run", name)
+    assert outcome.code == 0, outcome.err
+    assert f"seq {len(SCENARIOS[name].messages) - 1}  " in outcome.out
+    replayed = call(capsys, "replay", "trace.jsonl", "--plain")
+    assert (replayed.code, replayed.err) == (0, "")
+    assert story in replayed.out
+
+
+def test_every_scenario_has_its_story_tested() -> None:
+    [parameters] = test_the_story_of_a_scenario_shows_in_its_replay.pytestmark  # type: ignore[attr-defined]  # set by the decorator
+    assert {name for name, _ in parameters.args[1]} == set(SCENARIOS)

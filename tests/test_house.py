@@ -1,0 +1,184 @@
+"""The house itself: its roots, what may load what, and how large it may grow."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import sysconfig
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE_ROOTS = (ROOT, ROOT / "trace", ROOT / "cli")
+ENGINE = ROOT / "nanovllm"
+ENGINE_FILES = sorted(f for f in ENGINE.rglob("*.py") if "assets" not in f.parts)
+HOUSE_FILES = sorted(
+    file
+    for folder in (ENGINE, ROOT / "trace", ROOT / "cli")
+    for file in folder.rglob("*.py")
+    if "assets" not in file.parts
+)
+MAX_ENGINE_LINES = 2000
+MAX_FILE_LINES = 300
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh Python has loaded after `statement`."""
+    code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {*done.stdout.split()}
+
+
+# -- roots -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", ["trace", "cli", "tests", "tests/support"])
+def test_a_source_root_is_no_package(root: str) -> None:
+    assert (ROOT / root).is_dir()
+    assert not (ROOT / root / "__init__.py").exists()
+
+
+def test_import_trace_is_the_standard_librarys() -> None:
+    code = "import trace; print(trace.__file__)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(done.stdout.strip()).parent == Path(sysconfig.get_path("stdlib"))
+
+
+# -- what loads what -------------------------------------------------------------------------------
+
+
+def test_reading_a_trace_loads_no_engine_and_no_torch() -> None:
+    loaded = modules_loaded_by("import nvtrace.reader, nvtrace.replay; from nvtrace import State")
+    assert "nvtrace" in loaded
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "pandas",
+        "numpy",
+        "nanovllm",
+        "structlog",
+        "rich",
+    }
+
+
+def test_importing_the_engines_package_loads_no_torch() -> None:
+    loaded = modules_loaded_by("import nanovllm; nanovllm.SamplingParams(), nanovllm.Observer()")
+    assert "nanovllm" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "msgspec", "structlog", "nvtrace"}
+
+
+def test_the_pure_core_loads_no_torch() -> None:
+    core = ("sequence", "batch", "block_manager", "scheduler", "model_inputs")
+    loaded = modules_loaded_by(
+        "import nanovllm.observer, " + ", ".join(f"nanovllm.engine.{name}" for name in core)
+    )
+    assert not loaded & {"torch", "transformers", "numpy", "msgspec", "structlog", "nvtrace"}
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def code_lines(file: Path) -> int:
+    """Lines that hold code: no blank ones, no comments, no docstrings."""
+    source = file.read_text(encoding="utf-8")
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in skipped and token.string
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+            case _:
+                pass
+    return len(lines)
+
+
+def test_code_lines_counts_code_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text(
+        '"""Doc.\n\nMore.\n"""\n\n# why\nx = (\n    1  # one\n)\n\n\ndef f():\n    """D."""\n'
+    )
+    assert code_lines(file) == 4
+
+
+def test_the_engine_can_be_read_in_an_afternoon() -> None:
+    sizes = {str(file.relative_to(ROOT)): code_lines(file) for file in ENGINE_FILES}
+    assert len(sizes) > 20
+    assert sum(sizes.values()) <= MAX_ENGINE_LINES, sizes
+
+
+@pytest.mark.parametrize("file", HOUSE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_fits_the_mind(file: Path) -> None:
+    assert code_lines(file) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("file", HOUSE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_module_says_what_it_knows(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if tree.body:
+        assert ast.get_docstring(tree)
+
+
+# -- what an engine must not do --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ENGINE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_engine_neither_prints_nor_logs_nor_looks_at_the_clock(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="print")):
+                pytest.fail(f"line {node.lineno} prints")
+            case ast.Import(names=names):
+                modules = {name.name for name in names}
+                assert not modules & {"logging", "time", "datetime"}, f"line {node.lineno}"
+            case ast.ImportFrom(module=module):
+                assert module not in ("logging", "time", "datetime"), f"line {node.lineno}"
+            case _:
+                pass
+
+
+@pytest.mark.parametrize("file", ENGINE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_engine_never_reads_an_answer_of_its_observer(file: Path) -> None:
+    """Each hook is called as a statement, with names (or attributes) that are in scope."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_hook(node.func):
+            assert id(node) in statements, f"line {node.lineno} uses what an observer answered"
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                computed = (ast.Call, ast.JoinedStr, ast.ListComp, ast.DictComp, ast.GeneratorExp)
+                assert not isinstance(argument, computed), f"line {node.lineno} computes for it"
+
+
+def is_hook(function: ast.expr) -> bool:
+    """Is this `observer.something` or `self.observer.something`?"""
+    match function:
+        case ast.Attribute(value=ast.Name(id="observer") | ast.Attribute(attr="observer")):
+            return True
+        case _:
+            return False

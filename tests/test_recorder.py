@@ -1,0 +1,227 @@
+"""The recorder: every moment of the engine becomes one event of the same name."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import nanovllm
+from nanovllm.engine.kv_cache import KVBudget
+from nanovllm.engine.sequence import Sequence
+from nanovllm.observer import Observer
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.loader import LoadedWeights
+from nvtrace import events as ev
+from nvtrace.envelope import Footer, Header
+from nvtrace.pipeline import Sink
+from nvtrace.reader import read_trace
+from nvtrace.recorder import Recorder, record
+from support.fake_runner import make_engine
+from support.recording import BUSY, Interruption, Recording
+from support.workload import MemoryFile, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvtrace.envelope import Record
+
+HOOKS = [name for name in vars(Observer) if not name.startswith("_")]
+
+# Hooks that no line of the engine calls yet.
+UNSAID = {
+    "warmup_model"  # only a GPU's allocator knows a memory peak to warm up for
+}
+
+
+def read(data: bytes) -> list[Record]:
+    """Read a trace that must be without fault."""
+    return list(read_trace(io.BytesIO(data), warn=pytest.fail))
+
+
+def recorded(speak: Callable[[Recorder], object]) -> list[Record]:
+    """What comes back of what a recorder was told."""
+    file = MemoryFile()
+    recorder = Recorder(Sink(file))
+    speak(recorder)
+    recorder.close()
+    return read(file.contents)
+
+
+# -- one word in three spellings -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_recorder_overrides_each_hook_with_the_same_parameters(hook: str) -> None:
+    assert hook in vars(Recorder)
+    ours, theirs = vars(Recorder)[hook], vars(Observer)[hook]
+    assert inspect.signature(ours) == inspect.signature(theirs)
+
+
+def test_every_hook_has_an_event_and_every_event_a_hook() -> None:
+    silent = {"step_start"}  # it only sets the clock: STEP_END says what it was for
+    assert {tag.lower() for tag in ev.EVENT_TYPES} == {*HOOKS} - silent
+
+
+def test_every_hook_is_called_somewhere_in_the_engine() -> None:
+    package = Path(nanovllm.__file__).parent
+    files = [file for file in package.rglob("*.py") if "assets" not in file.parts]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    called = {*re.findall(r"\bobserver\.(\w+)\(", source)}
+    assert called == {*HOOKS} - UNSAID
+
+
+def test_every_event_is_written_by_its_hook_and_comes_back() -> None:
+    budget = KVBudget(
+        rule="given",
+        total_bytes=2**34,
+        free_bytes=2**33,
+        used_bytes=2**33,
+        utilization=0.9,
+        limit_bytes=2**31,
+        available_bytes=2**30,
+        num_layers=2,
+        block_size=16,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype_bytes=4,
+        block_bytes=2**12,
+        num_blocks=100,
+    )
+
+    def start_up(recorder: Recorder) -> None:
+        make_engine(BUSY.settings, recorder)
+        recorder.tp_runtime_init(0, 1, "cpu", None)
+        recorder.model_weights_loaded(LoadedWeights(num_files=1, num_keys=9, num_bytes=1000))
+        recorder.warmup_model(num_seqs=2, seq_len=8, peak_bytes=None)
+        recorder.kv_budget_estimate(budget)
+        recorder.cudagraph_skip("enforce_eager")
+        recorder.generate_start(2)
+        recorder.generate_finish(2)
+
+    records = recorded(start_up)
+    heard = {ev.tag_of(record) for record in records if isinstance(record, ev.Event)}
+    for recording in (Recording(BUSY), Recording(BUSY, Interruption(4, "ran"))):
+        heard |= {ev.tag_of(record) for record in recording.records if isinstance(record, ev.Event)}
+    assert heard == {*ev.EVENT_TYPES}
+
+    estimate = next(record for record in records if isinstance(record, ev.KvBudgetEstimate))
+    assert (estimate.total_gib, estimate.free_gib) == (16.0, 8.0)
+    warmup = next(record for record in records if isinstance(record, ev.WarmupModel))
+    assert warmup.num_tokens == 16
+
+
+# -- what an observer must be ----------------------------------------------------------------------
+
+
+def test_an_event_keeps_its_moment_though_the_engines_lists_go_on_living() -> None:
+    seq = Sequence(0, [1, 2, 3], SamplingParams())
+    pages = [4, 5]
+
+    def speak(recorder: Recorder) -> None:
+        recorder.request_enqueue(seq, waiting_len=1)
+        recorder.blocks_allocate(seq, pages)
+        seq.append_token(9)
+        pages.append(6)
+
+    _, enqueued, allocated, _ = recorded(speak)
+    assert isinstance(enqueued, ev.RequestEnqueue)
+    assert enqueued.prompt_token_ids == [1, 2, 3]
+    assert isinstance(allocated, ev.BlocksAllocate)
+    assert allocated.block_ids == [[4, 5]]
+
+
+def test_operations_of_one_kind_in_a_row_are_one_event() -> None:
+    first, second = (Sequence(seq_id, [1], SamplingParams()) for seq_id in (0, 1))
+
+    def speak(recorder: Recorder) -> None:
+        for seq, page in ((first, 3), (first, 4), (second, 3)):
+            recorder.blocks_share(seq, page)
+        recorder.blocks_allocate(second, [5])
+        recorder.blocks_share(first, 6)
+
+    _, shared, allocated, again, _ = recorded(speak)
+    assert isinstance(shared, ev.BlocksShare)
+    assert (shared.seq_ids, shared.block_ids) == ([0, 1], [[3, 4], [3]])
+    assert isinstance(allocated, ev.BlocksAllocate)
+    assert isinstance(again, ev.BlocksShare)
+    assert (again.seq_ids, again.block_ids) == ([0], [[6]])
+
+
+def test_recording_changes_nothing_of_what_is_recorded() -> None:
+    recorded_run, silent_run = Recording(BUSY).run, Run(BUSY).go()
+    assert recorded_run.num_steps == silent_run.num_steps
+    for seq_id, seq in silent_run.sequences.items():
+        assert recorded_run.sequences[seq_id].token_ids == seq.token_ids
+
+
+@pytest.mark.parametrize("message", ["no file \udcff", "text\nwith\x00 odd \u2028 letters"])
+def test_an_error_with_any_message_can_be_recorded(message: str) -> None:
+    """A file name that is no UTF-8 reaches Python, and an error's message, as a lone surrogate."""
+    _, event, _ = recorded(lambda recorder: recorder.engine_error(OSError(message)))
+    assert isinstance(event, ev.EngineError)
+    assert event.message == message.encode("utf-8", "replace").decode("utf-8")
+
+
+def test_whole_numbers_of_any_type_that_sampling_params_takes_can_be_recorded() -> None:
+    """SamplingParams takes any whole number; an array library's are no `int`."""
+    params = SamplingParams(max_tokens=np.int64(3), top_k=np.int32(2), seed=np.int64(7))  # type: ignore[arg-type]
+    seq = Sequence(0, [1], params, seed=7)
+    _, event, _ = recorded(lambda recorder: recorder.request_enqueue(seq, waiting_len=1))
+    assert isinstance(event, ev.RequestEnqueue)
+    assert (event.max_tokens, event.top_k, event.seed) == (3, 2, 7)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_"), [(None, "ok"), (ValueError, "error"), (KeyboardInterrupt, "interrupted")]
+)
+def test_the_footer_says_how_the_run_ended(
+    tmp_path: Path, error: type[BaseException] | None, exit_: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+
+    def run() -> None:
+        with record(path) as recorder:
+            make_engine(BUSY.settings, recorder)
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    footer = read(path.read_bytes())[-1]
+    assert isinstance(footer, Footer)
+    assert footer.exit == exit_
+
+
+def test_a_trace_without_an_engine_is_a_trace_all_the_same(tmp_path: Path) -> None:
+    with record(tmp_path / "trace.jsonl"):
+        pass
+    header, footer = read((tmp_path / "trace.jsonl").read_bytes())
+    assert isinstance(header, Header)
+    assert footer == Footer(event_id=1, num_events=0, exit="ok")
+
+
+def test_closing_twice_writes_one_footer() -> None:
+    file = MemoryFile()
+    recorder = Recorder(Sink(file))
+    recorder.close()
+    recorder.close("error")
+    assert len(read(file.contents)) == 2
+
+
+def test_a_recorder_records_one_engine() -> None:
+    recorder = Recorder(Sink(MemoryFile()))
+    make_engine(BUSY.settings, recorder)
+    with pytest.raises(ValueError, match=r"one record\(\) for each LLM"):
+        make_engine(BUSY.settings, recorder)

@@ -1,0 +1,122 @@
+"""The generated reference: complete, and as committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import nanovllm
+from nanovllm.observer import Observer
+from nvtrace.catalog import load_catalog
+from nvtrace.events import EVENT_TYPES, Event
+from nvtrace.reference import RECORD_TYPES, describe, documents, main, trace_schema, type_name
+from nvtrace.source import calls_of, definition_of, hook_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.parametrize("name", documents())
+def test_the_committed_document_is_what_the_structs_say(name: str) -> None:
+    committed = (DOCS / name).read_text("utf-8")
+    assert committed == documents()[name], f"docs/{name} has drifted: run `make reference`"
+
+
+def test_the_document_has_every_event_with_every_field() -> None:
+    text = documents()["events.md"]
+    for tag, struct in RECORD_TYPES.items():
+        section = text.split(f"## {tag}\n")[1].split("\n## ")[0]
+        own = {field.name for field in msgspec.structs.fields(struct)}
+        if issubclass(struct, Event):
+            own -= {field.name for field in msgspec.structs.fields(Event)}
+        assert {line.split("`")[1] for line in section.splitlines() if line[:3] == "| `"} == own
+
+
+def test_the_tool_writes_both_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"events.md", "trace.schema.json"}
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_the_tool_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["no/such/folder"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def definition(schema: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """A struct's part of the schema."""
+    found: dict[str, Any] = schema["$defs"][struct.__name__]
+    return found
+
+
+def test_the_schema_has_every_record_and_demands_what_has_no_default() -> None:
+    schema = trace_schema()
+    for tag, struct in RECORD_TYPES.items():
+        part = definition(schema, struct)
+        fields = msgspec.structs.fields(struct)
+        assert part["properties"]["event"] == {"enum": [tag]}
+        assert set(part["properties"]) == {"event", *(field.name for field in fields)}
+        required = {"event", *(field.name for field in fields if field.required)}
+        assert set(part["required"]) == required
+
+
+def test_the_schema_lets_newer_fields_pass() -> None:
+    for struct in RECORD_TYPES.values():
+        assert definition(trace_schema(), struct).get("additionalProperties", True) is True
+
+
+def test_the_schema_is_json() -> None:
+    assert json.loads(documents()["trace.schema.json"])["$schema"].startswith("https://json-schema")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "name"),
+    [
+        (int, "int"),
+        (int | None, "int | None"),
+        (list[tuple[int, int]], "list[tuple[int, int]]"),
+        (dict[str, Any], "dict[str, any]"),
+    ],
+)
+def test_types_are_written_as_one_reads_them(annotation: object, name: str) -> None:
+    assert type_name(annotation) == name
+
+
+def test_codes_are_written_as_words() -> None:
+    fields = {field.name: field for field in describe("ADMISSION_STOP", load_catalog("en")).fields}
+    assert fields["reason"].type.startswith('"token_budget" | "no_blocks"')
+    assert fields["reason"].codes["no_blocks"] == "too few free KV pages"
+    assert "event_id" not in fields
+
+
+@pytest.mark.parametrize("tag", EVENT_TYPES)
+def test_every_event_has_an_observer_method_whose_place_is_found(tag: str) -> None:
+    hook = hook_of(tag)
+    assert callable(getattr(Observer, hook))
+    place = definition_of(hook)
+    assert place is not None
+    lines = source_lines(place.file)
+    assert lines[place.line - 1].strip().startswith(f"def {hook}(")
+
+
+def test_every_place_that_says_an_event_is_found() -> None:
+    places = [place for tag in EVENT_TYPES for place in calls_of(hook_of(tag))]
+    assert len(places) > len(EVENT_TYPES) // 2
+    for place in places:
+        assert "observer." in source_lines(place.file)[place.line - 1]
+    assert [place.file for place in calls_of("preempt")] == ["nanovllm/engine/scheduler.py"]
+
+
+def test_a_hook_that_nobody_calls_has_no_place() -> None:
+    assert calls_of("no_such_hook") == []
+    assert definition_of("no_such_hook") is None
+
+
+def source_lines(file: str) -> list[str]:
+    """The lines of a file of the engine."""
+    root = Path(nanovllm.__file__).parents[1]
+    return (root / file).read_text("utf-8").splitlines()

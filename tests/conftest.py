@@ -9,6 +9,9 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+# Threads that wait sleep instead of spinning: tests must not crawl on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile(
     "default",
     max_examples=150,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header, Unknown, decode, encode_into
+from support.examples import example_of, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,9 +72,7 @@ def test_events_are_frozen_and_made_by_names_and_explained(cls: type[ev.Event]) 
 def test_the_envelope_comes_first(cls: type[ev.Event]) -> None:
     required = [field.name for field in msgspec.structs.fields(cls)]
     assert {*ENVELOPE} <= {*required}
-    line = bytearray()
-    encode_into(example_of(cls), line)
-    names = list(msgspec.json.decode(bytes(line), type=dict[str, Any]))
+    names = list(msgspec.json.decode(line_of(example_of(cls)), type=dict[str, Any]))
     assert names[:5] == ["event", *ENVELOPE]
 
 
@@ -139,29 +138,6 @@ def structs(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
     return st.builds(cls, **{field.name: values_of(field.type) for field in fields_of(cls)})
 
 
-def example_of(cls: type[ev.Event]) -> ev.Event:
-    """Some value of an event: zeros, empty texts and first choices."""
-    return msgspec.convert(
-        {"event": ev.tag_of(cls)} | {f.name: plain(f.type) for f in fields_of(cls)}, cls
-    )
-
-
-def plain(kind: Any) -> object:  # noqa: ANN401 - a type, as annotations have it
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Literal, UnionType):
-        return args[0] if origin is Literal else plain(args[0])
-    if origin is tuple:
-        return [plain(arg) for arg in args]
-    return origin() if origin is not None else kind()
-
-
-def line_of(record: Header | Footer | ev.Event) -> bytes:
-    buffer = bytearray(b"before\n")
-    encode_into(record, buffer)
-    assert buffer.startswith(b"before\n")
-    return bytes(buffer[len(b"before\n") :])
-
-
 @pytest.mark.parametrize("cls", [*EVENTS, Footer])
 @settings(max_examples=FEW)
 @given(data=st.data())
@@ -174,6 +150,12 @@ def test_any_record_comes_back_from_its_line(
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
     assert decode(line) == record
+
+
+def test_a_line_is_added_to_what_the_buffer_holds() -> None:
+    buffer = bytearray(b"before\n")
+    encode_into(example_of(ev.StepEnd), buffer)
+    assert bytes(buffer) == b"before\n" + line_of(example_of(ev.StepEnd))
 
 
 @given(structs(Header))

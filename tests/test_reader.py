@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +14,15 @@ from hypothesis import strategies as st
 from nvtrace import events as ev
 from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Unknown
 from nvtrace.reader import UnreadableTraceError, read_trace
-from support.recording import BUSY, Recording
+from support.examples import changed, example_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.envelope import Record
 
-WHOLE = Recording(BUSY).data
-LINES = WHOLE.splitlines(keepends=True)
+LINES = example_trace()
+WHOLE = b"".join(LINES)
 HEADER, EVENT, FOOTER = LINES[0], LINES[1], LINES[-1]
 GZ = gzip.compress(WHOLE, mtime=0)
 
@@ -32,11 +31,6 @@ def read(data: bytes) -> tuple[list[Record], list[str]]:
     """The records of a trace, and the warnings."""
     warnings: list[str] = []
     return list(read_trace(io.BytesIO(data), warn=warnings.append)), warnings
-
-
-def changed(line: bytes, **changes: object) -> bytes:
-    fields = msgspec.json.decode(line, type=dict[str, Any]) | changes
-    return msgspec.json.encode(fields) + b"\n"
 
 
 def test_a_whole_trace_is_a_header_and_events_and_a_footer_without_a_warning() -> None:

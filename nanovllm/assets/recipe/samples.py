@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.assets.recipe.corpus import Corpus, Reply, Topic
 
 # What a drawn sample is about. The longest prime list is as long as twelve other samples.
-SHARES = {"topic": 0.66, "refusal": 0.18, "prime_check": 0.11, "prime_list": 0.05}
+SHARES = {"topic": 0.65, "refusal": 0.18, "prime_check": 0.105, "prime_list": 0.065}
 LIMITS = tuple(range(10, primes.LARGEST + 1, 10))  # of the prime lists that are taught
-LIMIT_WEIGHTS = tuple(0.3 if limit == primes.LARGEST else 1.0 / limit for limit in LIMITS)
+LIMIT_WEIGHTS = tuple(0.1 if limit == primes.LARGEST else 1.0 / limit for limit in LIMITS)
 
 
 @dataclass(frozen=True, slots=True)

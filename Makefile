@@ -43,7 +43,7 @@ check: lint test
 
 # Record the golden trace again, after looking at the difference that the tests show.
 golden: $(VENV)/.dev
-	$(BIN)/python -m tests.support.golden
+	cd tests && ../$(BIN)/python -m support.golden
 
 # docs/events.md and docs/trace.schema.json, made from the event structs.
 reference: $(VENV)/.dev

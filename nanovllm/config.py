@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.utils.options import choice, real_number, truth, whole_number
+
 if TYPE_CHECKING:
     from nanovllm.models.config import ModelConfig
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_WHOLE_NUMBERS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "kvcache_block_size",
+)
 
 
 @dataclass(slots=True)
@@ -83,40 +91,27 @@ class Config:
         self.max_model_len = min(self.max_model_len, model_config.max_position_embeddings)
 
     def _check(self) -> None:
-        for name in (
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_model_len",
-            "tensor_parallel_size",
-            "kvcache_block_size",
-            "num_kvcache_blocks",
-        ):
-            value = getattr(self, name)
-            if value is None and name == "num_kvcache_blocks":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be a whole number, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be a whole number in [0, 2**64), not {self.seed!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}"
-            )
+        for name in _WHOLE_NUMBERS:
+            value = whole_number(name, getattr(self, name), at_least=1, below=2**31)
+            setattr(self, name, value)
+        if self.num_kvcache_blocks is not None:
+            name = "num_kvcache_blocks"
+            value = whole_number(name, self.num_kvcache_blocks, at_least=1, below=2**31)
+            self.num_kvcache_blocks = value
+        self.seed = whole_number("seed", self.seed, at_least=0, below=2**64)
+        self.gpu_memory_utilization = real_number(
+            "gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, with_low=False
+        )
+        truth("enforce_eager", self.enforce_eager)
+        truth("enable_prefix_caching", self.enable_prefix_caching)
+        choice("device", self.device, ("auto", "cpu"))
+        choice("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        choice("attention_backend", self.attention_backend, ("auto", "sdpa"))
+        choice("policy", self.policy, ("prefill_first",))
         if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise ValueError("max_model_len must be at least 2: one token in, one out")
-        _check_choice("device", self.device, ("auto", "cpu"))
-        _check_choice("dtype", self.dtype, ("auto", *_DTYPES))
-        _check_choice("attention_backend", self.attention_backend, ("auto", "sdpa"))
-        _check_choice("policy", self.policy, ("prefill_first",))
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: this version runs on one "
                 "process, set it to 1"
             )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

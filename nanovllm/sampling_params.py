@@ -6,11 +6,9 @@ token is drawn (`layers/sampler.py`). The names and meanings are vLLM's.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 
-_SEED_LIMIT = 2**64
+from nanovllm.utils.options import real_number, truth, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +37,15 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self, "temperature", Real, 0.0 <= self.temperature < math.inf, "a number >= 0")
-        _require(self, "max_tokens", Integral, self.max_tokens >= 1, "a whole number >= 1")
-        _require(self, "top_p", Real, 0.0 < self.top_p <= 1.0, "a number in (0, 1]")
+        def keep(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        number = real_number("temperature", self.temperature, low=0, high=1e6, with_low=True)
+        keep("temperature", number)
+        keep("top_p", real_number("top_p", self.top_p, low=0, high=1, with_low=False))
+        keep("max_tokens", whole_number("max_tokens", self.max_tokens, at_least=1, below=2**31))
+        keep("ignore_eos", truth("ignore_eos", self.ignore_eos))
         if self.top_k is not None:
-            _require(self, "top_k", Integral, self.top_k >= 1, "a whole number >= 1, or None")
+            keep("top_k", whole_number("top_k", self.top_k, at_least=1, below=2**31))
         if self.seed is not None:
-            in_range = 0 <= self.seed < _SEED_LIMIT
-            _require(self, "seed", Integral, in_range, "a whole number in [0, 2**64), or None")
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-
-
-def _require(
-    params: SamplingParams, name: str, kind: type[object], in_range: bool, what: str
-) -> None:
-    value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {what}, not {value!r}")
-    if not in_range:
-        raise ValueError(f"{name} must be {what}, not {value!r}")
+            keep("seed", whole_number("seed", self.seed, at_least=0, below=2**64))

@@ -43,7 +43,7 @@ LEGAL: dict[str, list[Any]] = {
     "attention_backend": ["auto", "sdpa"],
     "policy": ["prefill_first"],
     "enable_prefix_caching": [True, False],
-    "seed": [0, 1, 2**64 - 1],
+    "seed": [0, 1, 2**32 - 1],
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
     **{name: [0, -1, -256] for name in COUNTS},

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PREFIX = random_tokens(5, seed=1)
 PROMPTS = [[*PREFIX, 40], [*PREFIX, 50, 51], [60], [70] * 99]
 PARAMS = [greedy_params(n) for n in (9, 7, 2, 1)]
-STRIDE = 29  # of the lines at which a run is interrupted
+STRIDE = 47  # of the lines at which a run is interrupted
 OPTIONS: dict[str, Any] = {
     "kvcache_block_size": 2,
     "num_kvcache_blocks": 10,

@@ -46,8 +46,8 @@ LEGAL: dict[str, list[Any]] = {
     "seed": [0, 1, 2**32 - 1],
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
-    **{name: [0, -1, -256] for name in COUNTS},
-    "max_model_len": [1, 0, -1],
+    **{name: [0, -1, -256, 2**31, 10**30] for name in COUNTS},
+    "max_model_len": [1, 0, -1, 2**31],
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.0001, 90, math.nan, math.inf],
     "tensor_parallel_size": [2, 8, 0, -1],
     "device": ["cuda", "gpu", ""],
@@ -253,12 +253,20 @@ def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
     assert start(folder)[1].num_blocks == 1
 
 
-@pytest.mark.parametrize("num_blocks", [2**40, 2**62, 2**63, 10**30])
-def test_more_pages_than_the_machine_gives_are_an_error_of_ours(
-    num_blocks: int, folder: Path
+def test_more_pages_than_the_machine_has_memory_are_an_error_that_says_what_to_do(
+    folder: Path, set_memory: Callable[[int, int], None]
+) -> None:
+    set_memory(GIB, GIB)
+    with pytest.raises(KVCacheError, match=r"2\.00 GiB.*lower num_kvcache_blocks"):
+        start(folder, num_kvcache_blocks=2 * GIB // BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("block_size", [256, 2**31 - 1])
+def test_more_pages_than_any_machine_gives_are_an_error_that_says_what_to_do(
+    block_size: int, folder: Path
 ) -> None:
     with pytest.raises(KVCacheError, match="lower num_kvcache_blocks"):
-        start(folder, num_kvcache_blocks=num_blocks)
+        start(folder, num_kvcache_blocks=2**31 - 1, kvcache_block_size=block_size)
 
 
 def test_this_machines_memory_is_a_plausible_number() -> None:

@@ -61,7 +61,7 @@ class Observer:
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
         """A request joined the waiting queue's tail; so many wait now."""
 
-    def request_refused(self, num_prompt_tokens: int, error: RequestRefusedError) -> None:
+    def request_refused(self, token_ids: list[int], error: RequestRefusedError) -> None:
         """A request that could never finish was turned away. It has no number."""
 
     def request_abort(self, seq: Sequence) -> None:

@@ -454,7 +454,7 @@ def test_progress_follows_the_events() -> None:
     )
     progress.apply([tokens])
     assert [request.num_tokens for request in progress.requests.values()] == [1, 1]
-    progress.apply([event(ev.EngineReset, "postprocess", seq_ids=[4, 5])])
+    progress.apply([event(ev.EngineReset, "postprocess", seq_ids=[4, 5], num_tokens=[3, 4])])
     assert {request.reason for request in progress.requests.values()} == {"aborted"}
     assert progress.waiting_len == progress.running_len == 0
 

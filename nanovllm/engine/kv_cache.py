@@ -99,14 +99,17 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         *(2, budget.num_layers, budget.num_blocks),
         *(budget.block_size, budget.num_kv_heads, budget.head_dim),
     )
+    size = budget.num_blocks * budget.block_bytes
+    refusal = KVCacheError(
+        f"the {budget.num_blocks} KV pages take {size / GIB:.2f} GiB, which {device} does not "
+        "give: lower num_kvcache_blocks"
+    )
+    if size > budget.total_bytes:  # a CPU would promise them, and die when they are used
+        raise refusal
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        size = budget.num_blocks * budget.block_bytes / GIB
-        raise KVCacheError(
-            f"the {budget.num_blocks} KV pages take {size:.2f} GiB, which {device} does not "
-            "give: lower num_kvcache_blocks"
-        ) from error
+        raise refusal from error
 
 
 def cpu_memory() -> tuple[int, int]:

@@ -7,6 +7,7 @@ chosen (`scheduler.py`) or computed (`model_runner.py`). vLLM's counterparts are
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -22,6 +23,7 @@ from nanovllm.outputs import RequestOutput, finished_output, refused_output
 from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from nanovllm.sampling_params import SamplingParams
@@ -104,16 +106,13 @@ class LLMEngine:
         if self.is_finished():
             return []
         self.engine_step += 1
-        self.observer.step_start(self.engine_step)
-        try:
+        with self._recovering():
+            self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
             token_ids = self.model_runner.run(batch)
             finished = self.scheduler.postprocess(batch, token_ids)
-        except BaseException as error:
-            self._recover(error)
-            raise
-        self.observer.step_end(batch, finished, self.scheduler)
-        return [self._output(seq) for seq in finished]
+            self.observer.step_end(batch, finished, self.scheduler)
+            return [self._output(seq) for seq in finished]
 
     def abort(self, seq_id: int) -> RequestOutput:
         """End a request now. Returns what it has so far.
@@ -124,8 +123,9 @@ class LLMEngine:
         if seq_id not in self.requests:
             raise KeyError(f"no unfinished request has seq_id {seq_id}")
         seq = self.requests[seq_id]
-        self.scheduler.abort(seq)
-        return self._output(seq)
+        with self._recovering():
+            self.scheduler.abort(seq)
+            return self._output(seq)
 
     def is_finished(self) -> bool:
         """Has every request ended?"""
@@ -161,12 +161,8 @@ class LLMEngine:
         requests = self.input_processor.batch(prompts, sampling_params)
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
-        try:
+        with self._recovering():
             outputs = self._run(requests)
-        except BaseException as error:
-            if self.requests:  # not yet cleared by step()
-                self._recover(error)
-            raise
         num_outputs = len(outputs)
         self.observer.generate_finish(num_outputs)
         return outputs
@@ -190,22 +186,30 @@ class LLMEngine:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _recover(self, error: BaseException) -> None:
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
         """Start afresh after an exception that may have struck anywhere, even between queues."""
-        self.observer.engine_error(error)
-        self.scheduler.reset(list(self.requests.values()))
-        self.requests.clear()
+        try:
+            yield
+        except BaseException as error:
+            if self.requests:  # not yet cleared further in
+                self.observer.engine_error(error)
+                self.scheduler.reset(list(self.requests.values()))
+                self.requests.clear()
+            raise
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         try:
             self.scheduler.check_request(len(token_ids), params.max_tokens)
         except RequestRefusedError as error:
-            self.observer.request_refused(len(token_ids), error)
+            self.observer.request_refused(token_ids, error)
             raise
         seq_id = self.num_requests
         self.num_requests += 1
-        seed = params.seed if params.seed is not None else (self.config.seed << 32) + seq_id
-        seq = Sequence(seq_id, token_ids, params, seed=seed % 2**64)
+        # An odd factor: different engine seeds give every request a different one.
+        own_seed = (self.config.seed * 0x9E3779B97F4A7C15 + seq_id) % 2**64
+        seed = own_seed if params.seed is None else params.seed
+        seq = Sequence(seq_id, token_ids, params, seed)
         self.requests[seq_id] = seq
         self.scheduler.add(seq)
         return seq_id

@@ -236,6 +236,7 @@ class Scheduler:
         self.block_manager.reset()
         for seq in seqs:
             seq.block_table = []
+            seq.num_computed_tokens = seq.num_cached_tokens = seq.num_prefill_tokens = 0
             seq.status = SequenceStatus.FINISHED
             seq.finish_reason = "aborted"
         self.observer.engine_reset(seqs)

@@ -33,6 +33,11 @@ class Tokenizer:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and not always needed
 
+        if not self.exists:  # transformers would make up an empty one
+            raise TokenizerError(
+                f"{self.folder} holds no tokenizer: add tokenizer.json and tokenizer_config.json, "
+                "or give prompts as token ids"
+            )
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True

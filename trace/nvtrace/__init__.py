@@ -7,6 +7,13 @@ use, so that reading a trace imports no engine.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nvtrace.envelope import NewerTraceError
+    from nvtrace.reader import UnreadableTraceError, read_trace
+    from nvtrace.recorder import Recorder, record
+    from nvtrace.replay import State, fold_steps
 
 _HOMES = {
     "record": "nvtrace.recorder",
@@ -25,7 +32,7 @@ __all__ = [
     "fold_steps",
     "read_trace",
     "record",
-]  # noqa: PLE0604, F822 - see _HOMES
+]
 
 
 def __getattr__(name: str) -> object:

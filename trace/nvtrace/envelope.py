@@ -13,6 +13,7 @@ major version is refused.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import msgspec
@@ -85,7 +86,12 @@ class NewerTraceError(ValueError):
 
 def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
     """Append one line, newline included, to `buffer`."""
-    _encoder.encode_into(record, buffer, -1)
+    start = len(buffer)
+    try:
+        _encoder.encode_into(record, buffer, -1)
+    except UnicodeEncodeError:  # a lone surrogate: a file name that is no UTF-8, say
+        text = json.dumps(msgspec.to_builtins(record), ensure_ascii=False, separators=(",", ":"))
+        buffer[start:] = text.encode("utf-8", "replace")
     buffer += b"\n"
 
 

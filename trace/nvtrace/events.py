@@ -453,9 +453,13 @@ class EngineError(Event, frozen=True, kw_only=True, tag="ENGINE_ERROR"):
 
 
 class EngineReset(Event, frozen=True, kw_only=True, tag="ENGINE_RESET"):
-    """After an error: all requests ended, every queue, page and published hash forgotten."""
+    """After an error: all requests ended, every queue, page and published hash forgotten.
+
+    `num_tokens` is each one's length: a token may have been drawn and not appended.
+    """
 
     seq_ids: list[int]
+    num_tokens: list[int]
 
     log_fields = ("seq_ids",)
 

@@ -108,7 +108,9 @@ class Sink:
         lines, self._lines = self._lines, []
         if self.error is None:
             try:
-                self._file.write(b"".join(lines))
+                rest = memoryview(b"".join(lines))
+                while rest:  # an unbuffered write may be short
+                    rest = rest[self._file.write(rest) :]
                 self._file.flush()
             except OSError as error:
                 self._fail(error)

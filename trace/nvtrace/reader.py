@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 import zstandard
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
+_COMPRESSED_CHUNK_BYTES = 16 * 1024
 _TRUNCATED = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
 
 
@@ -111,7 +112,11 @@ def _lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]
         except _TRUNCATED as error:
             if number == 0:
                 raise UnreadableTraceError(f"{name} cannot be decompressed ({error})") from error
-            return  # a compressed file without its end: a cut tail, said by the missing footer
+            if isinstance(error, EOFError):
+                return  # a compressed file without its end: a cut tail, said by the missing footer
+            raise UnreadableTraceError(
+                f"{name} is damaged after line {number} ({error})"
+            ) from error
         except OSError as error:
             raise UnreadableTraceError(f"{name} cannot be read ({error.strerror})") from error
         if not line:
@@ -136,11 +141,44 @@ def _open(source: str | Path) -> BinaryIO:
     except OSError as error:
         raise UnreadableTraceError(f"{path} cannot be opened ({error.strerror})") from error
     if path.suffix == ".gz":
-        return cast("BinaryIO", gzip.open(file, "rb"))
+        file.close()  # only opened to see whether it can be
+        return cast("BinaryIO", gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        raw = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", raw)))
+        return cast("BinaryIO", io.BufferedReader(_ZstdFile(file)))
     return file
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses a file, also one without its end, to the last byte that is in it.
+
+    (zstandard's own stream_reader keeps back what it has decoded when its input ends in a frame.)
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
+        self._decoded = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any writable buffer
+        """Fill `buffer`; 0 at the end."""
+        while not self._decoded:
+            compressed = self._file.read(_COMPRESSED_CHUNK_BYTES)
+            if not compressed:
+                return 0
+            self._decoded = memoryview(self._decompressor.decompress(compressed))
+        num_bytes = min(len(buffer), len(self._decoded))
+        buffer[:num_bytes] = self._decoded[:num_bytes]
+        self._decoded = self._decoded[num_bytes:]
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the file beneath as well."""
+        self._file.close()
+        super().close()
 
 
 def _ignore(_message: str) -> None:

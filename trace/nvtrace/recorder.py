@@ -220,12 +220,12 @@ class Recorder(Observer):
         )
 
     @override
-    def request_refused(self, num_prompt_tokens: int, error: RequestRefusedError) -> None:
+    def request_refused(self, token_ids: list[int], error: RequestRefusedError) -> None:
         self.trace.add(
             ev.RequestRefused,
             "ingress",
             reason=error.reason,
-            prompt_len=num_prompt_tokens,
+            prompt_len=len(token_ids),
             need=error.need,
             have=error.have,
         )
@@ -273,7 +273,12 @@ class Recorder(Observer):
 
     @override
     def engine_reset(self, seqs: list[Sequence]) -> None:
-        self.trace.add(ev.EngineReset, "postprocess", seq_ids=[seq.seq_id for seq in seqs])
+        self.trace.add(
+            ev.EngineReset,
+            "postprocess",
+            seq_ids=[seq.seq_id for seq in seqs],
+            num_tokens=[seq.num_tokens for seq in seqs],
+        )
         self.trace.drain()
         self.trace.step = None
 

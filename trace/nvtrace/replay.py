@@ -103,8 +103,10 @@ class State:
         self._clear_pool()
 
     def _engine_reset(self, event: ev.EngineReset) -> None:
-        for seq_id in event.seq_ids:
+        for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
             seq = self.sequences[seq_id]
+            del seq.token_ids[num_tokens:]  # drawn, but not appended any more
+            seq.num_computed_tokens = seq.num_cached_tokens = seq.num_prefill_tokens = 0
             seq.status, seq.finish_reason, seq.block_table = "FINISHED", "aborted", []
         self._scheduled = {}
         self._clear_pool()
@@ -164,6 +166,9 @@ class State:
         for seq_id, block_ids, freed in zip(
             event.seq_ids, event.block_ids, event.freed, strict=True
         ):
+            held = self.sequences[seq_id].block_table
+            if block_ids != held[::-1]:
+                raise ValueError(f"request {seq_id} holds {held}, not {block_ids}")
             for block_id in block_ids:
                 self.ref_counts[block_id] -= 1
             for block_id in freed:

@@ -14,6 +14,7 @@ import os
 import platform
 import time
 import uuid
+from collections import deque
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -68,7 +69,7 @@ class TraceWriter:
         self.has_header = False
         self._logger = make_logger(sink, processors)
         self._tap = tap
-        self._notes: list[_Note] = []
+        self._notes: deque[_Note] = deque()
         self._is_closed = False
         self._anchor = time.perf_counter_ns()
         self._anchor_unix = time.time_ns()
@@ -102,9 +103,9 @@ class TraceWriter:
 
     def drain(self) -> None:
         """Build, number and write everything noted; flush; tell the tap."""
-        notes, self._notes = self._notes, []
         events = []
-        for note in notes:
+        while self._notes:  # one by one, so that an interruption (Ctrl-C) loses no more than one
+            note = self._notes.popleft()
             self.num_events += 1
             event = note.cls(
                 event_id=self.num_events,

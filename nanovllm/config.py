@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.policies import POLICIES
 from nanovllm.utils.options import choice, real_number, truth, whole_number
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Config:
         device: "auto" or "cpu" in this version.
         dtype: "auto" is float32 on a CPU; or one of float32, float16, bfloat16.
         attention_backend: "auto" or "sdpa" in this version.
-        policy: "prefill_first" in this version.
+        policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).
         enable_prefix_caching: share the KV pages of equal prefixes.
         seed: requests without a seed get one made from this and their number.
     """
@@ -107,7 +108,7 @@ class Config:
         choice("device", self.device, ("auto", "cpu"))
         choice("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         choice("attention_backend", self.attention_backend, ("auto", "sdpa"))
-        choice("policy", self.policy, ("prefill_first",))
+        choice("policy", self.policy, tuple(POLICIES))
         if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise ValueError("max_model_len must be at least 2: one token in, one out")
         if self.tensor_parallel_size != 1:

@@ -95,6 +95,9 @@ class Observer:
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
         """This step computes one token for each running sequence."""
 
+    def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
+        """This step computes one token for running sequences, and prompts beside them."""
+
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:

@@ -1,7 +1,7 @@
 """Batch: who runs in one step and with how many tokens. A value, from scheduler to runner.
 
-Knows sequences and counts. Does not know why they were chosen (the scheduler's business) or what
-tensors they become (`model_inputs.py`).
+Knows sequences, counts and what is left of the step's token budget. Does not know why they were
+chosen (the scheduler's business) or what tensors they become (`model_inputs.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(slots=True)
@@ -20,24 +20,37 @@ class Batch:
     """One step's work.
 
     Attributes:
-        phase: "prefill" computes prompts (or chunks of them), "decode" one token a sequence.
+        token_budget: how many more tokens this step may compute.
         seqs: the sequences, in the order in which their tokens are laid out.
         num_scheduled_tokens: for each, how many tokens are computed in this step.
+        num_prefills: how many of them compute their prompt, or a chunk of it; the others compute
+            the one token that was sampled last.
         sampled_seqs: those whose last token is computed in this step, so that the next one can be
             sampled; an unfinished chunk is not among them.
     """
 
-    phase: Phase
+    token_budget: int
     seqs: list[Sequence] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_prefills: int = 0
     sampled_seqs: list[Sequence] = field(default_factory=list)
 
-    def add(self, seq: Sequence, num_tokens: int) -> None:
-        """Let `seq` compute its next `num_tokens` tokens in this step."""
+    def add(self, seq: Sequence) -> None:
+        """Let `seq` compute in this step what it can within the budget."""
+        num_tokens = min(seq.num_uncomputed_tokens, self.token_budget)
+        self.token_budget -= num_tokens
         self.seqs.append(seq)
         self.num_scheduled_tokens.append(num_tokens)
+        self.num_prefills += seq.is_prefilling
         if num_tokens == seq.num_uncomputed_tokens:
             self.sampled_seqs.append(seq)
+
+    @property
+    def phase(self) -> Phase:
+        """What the step is: "prefill" or "decode" if all sequences do that, else "mixed"."""
+        if self.num_prefills == 0:
+            return "decode"
+        return "prefill" if self.num_prefills == len(self.seqs) else "mixed"
 
     def __bool__(self) -> bool:
         return bool(self.seqs)

@@ -14,6 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
@@ -73,6 +74,7 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
             eos_token_ids=self.eos_token_ids,
             observer=self.observer,
+            policy=POLICIES[self.config.policy],
         )
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0

@@ -78,7 +78,7 @@ class ModelRunner:
         with forward_context(context):
             hidden = self.model(input_ids, positions)  # (num_tokens, hidden_size)
             logits = self.model.compute_logits(hidden)  # (num_sampled, vocab_size), float32
-        reason = "prefill" if batch.phase == "prefill" else self.eager_reason
+        reason = self.eager_reason if batch.phase == "decode" else batch.phase
         num_tokens = input_ids.numel()
         self.observer.run_eager(reason, num_tokens)
         if not batch.sampled_seqs:  # an unfinished chunk: its logits mean nothing yet
@@ -90,7 +90,7 @@ class ModelRunner:
     def _prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Context]:
         block_size = self.config.kvcache_block_size
         inputs: PrefillInputs | DecodeInputs
-        if batch.phase == "prefill":
+        if batch.phase != "decode":  # prefills and mixed steps: any number of tokens a sequence
             inputs = prepare_prefill(batch, block_size)
             context = self._prefill_context(inputs)
             self.observer.prepare_prefill_tensors(inputs)

@@ -12,9 +12,10 @@ vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
                                          v
                                       finished
 
-A step is a prefill if anybody can be admitted, else a decode: new requests come first, since each
-one makes every later decode step bigger. When a decode step runs out of pages, the youngest running
-sequence (the tail) gives up its own, and computes them again later ("preemption by recompute").
+What goes into a step is a policy's choice (`policies.py`). The default, as in the article: a
+prefill if anybody can be admitted, else a decode; new requests come first, since each one makes
+every later decode step bigger. When a decode runs out of pages, the youngest running sequence (the
+tail) gives up its own, and computes them again later ("preemption by recompute").
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.policies import Policy, prefill_first
 from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanovllm.errors import RequestRefusedError
 
@@ -43,6 +45,7 @@ class Scheduler:
         max_model_len: prompt and completion together are at most so long.
         eos_token_ids: each of these ends a sequence.
         observer: told of every decision.
+        policy: fills a step's batch.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Collection[int],
         observer: Observer,
+        policy: Policy = prefill_first,
     ) -> None:
+        self.policy = policy
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -108,63 +113,50 @@ class Scheduler:
     # -- one step: schedule, then (after the model ran) postprocess -------------------------------
 
     def schedule(self) -> Batch:
-        """Choose this step's work: a prefill if anybody can be admitted, else a decode."""
-        return self._schedule_prefill() or self._schedule_decode()
-
-    def _schedule_prefill(self) -> Batch | None:
-        batch = Batch("prefill")
-        budget = self.max_num_batched_tokens
-        # A prompt longer than the budget is computed chunk by chunk, over several steps. It was
-        # alone in its batch, so nobody was admitted after it: it is the running queue's tail.
-        if self.running and self.running[-1].is_prefilling:
-            budget -= self._add_prefill(batch, self.running[-1], budget)
-        while self.waiting and self._admit_head(batch, budget):
-            budget -= self._add_prefill(batch, self.running[-1], budget)
-        if not batch:
-            return None
-        self.observer.schedule_prefill(batch, self)
+        """Choose this step's work, as the policy says."""
+        batch = Batch(self.max_num_batched_tokens)
+        self.policy(self, batch)
+        match batch.phase:
+            case "prefill":
+                self.observer.schedule_prefill(batch, self)
+            case "decode":
+                self.observer.schedule_decode(batch, self)
+            case "mixed":
+                self.observer.schedule_mixed(batch, self)
         return batch
 
-    def _add_prefill(self, batch: Batch, seq: Sequence, budget: int) -> int:
-        num_tokens = min(seq.num_uncomputed_tokens, budget)
-        batch.add(seq, num_tokens)
-        return num_tokens
+    # What a policy is made of: each of these adds to the batch what the budgets allow.
 
-    def _admit_head(self, batch: Batch, budget: int) -> bool:
-        """Move the waiting queue's head to running, unless one of the budgets says stop.
+    def continue_prefill(self, batch: Batch) -> None:
+        """Compute the next chunk of a prompt that was longer than the budget.
+
+        Nobody was admitted after it, since it had used the budget up: it is the running queue's
+        tail.
+        """
+        if self.running and self.running[-1].is_prefilling and batch.token_budget:
+            batch.add(self.running[-1])
+
+    def admit(self, batch: Batch, *, chunk_any: bool = False) -> None:
+        """Move the waiting queue's head to running, again and again, until a budget says stop.
 
         Nobody overtakes the head: a small request behind a big one waits with it.
-        """
-        seq = self.waiting[0]
-        if len(self.running) >= self.max_num_seqs:
-            need = len(self.running) + 1
-            self.observer.admission_stop(self, seq, "max_num_seqs", need, self.max_num_seqs)
-            return False
-        prefix = self.block_manager.match_prefix(seq)
-        need = self.block_manager.num_blocks_to_take(seq, prefix)
-        if need > self.block_manager.num_free_blocks:
-            have = self.block_manager.num_free_blocks
-            self.observer.admission_stop(self, seq, "no_blocks", need, have)
-            return False
-        need = seq.num_tokens - len(prefix) * self.block_manager.block_size
-        if need > budget and batch:
-            # Only the first of a batch may be cut into chunks; anybody else waits for a whole
-            # budget of its own.
-            fits_a_step = need <= self.max_num_batched_tokens
-            reason = "token_budget" if fits_a_step else "chunk_not_first"
-            self.observer.admission_stop(self, seq, reason, need, budget)
-            return False
-        self.waiting.popleft()
-        self.running.append(seq)
-        self.block_manager.allocate(seq, prefix)
-        seq.num_prefill_tokens = seq.num_tokens
-        self._move(seq, SequenceStatus.RUNNING, "admitted")
-        return True
 
-    def _schedule_decode(self) -> Batch:
-        batch = Batch("decode")
-        while len(batch.seqs) < len(self.running):
-            seq = self.running[len(batch.seqs)]
+        Args:
+            batch: the step's work so far.
+            chunk_any: cut any prompt that does not fit into what is left of the budget. Else only
+                a step's first prompt is cut; another waits for a step that it fits into.
+        """
+        while self.waiting and self._admit_head(batch, chunk_any):
+            batch.add(self.running[-1])
+
+    def decode(self, batch: Batch) -> None:
+        """Compute one token for each running sequence, preempting the youngest if pages run out."""
+        index = 0
+        while index < len(self.running) and batch.token_budget:
+            seq = self.running[index]
+            index += 1
+            if seq.is_prefilling:
+                continue
             while not self.block_manager.can_append(seq):
                 victim = self.running.pop()
                 self._preempt(victim, for_seq=seq)
@@ -172,17 +164,13 @@ class Scheduler:
                     break
             else:
                 self.block_manager.may_append(seq)
-                batch.add(seq, 1)
-        self.observer.schedule_decode(batch, self)
-        return batch
+                batch.add(seq)
 
-    def _preempt(self, victim: Sequence, for_seq: Sequence) -> None:
-        """Take the pages of `victim` so that `for_seq` can go on. Its tokens are kept."""
-        num_computed_tokens = victim.num_computed_tokens
-        freed = self.block_manager.deallocate(victim)
-        self.waiting.appendleft(victim)
-        self.observer.preempt(victim, for_seq, freed, num_computed_tokens)
-        self._move(victim, SequenceStatus.WAITING, "preempted")
+    def hold(self, reason: str) -> None:
+        """Admit nobody in this step, because the policy says so."""
+        if self.waiting:
+            head, num_running = self.waiting[0], len(self.running)
+            self.observer.admission_stop(self, head, reason, num_running, 0)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Take in what the model computed.
@@ -240,6 +228,42 @@ class Scheduler:
             seq.status = SequenceStatus.FINISHED
             seq.finish_reason = "aborted"
         self.observer.engine_reset(seqs)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _admit_head(self, batch: Batch, chunk_any: bool) -> bool:
+        seq = self.waiting[0]
+        if len(self.running) >= self.max_num_seqs:
+            need = len(self.running) + 1
+            self.observer.admission_stop(self, seq, "max_num_seqs", need, self.max_num_seqs)
+            return False
+        prefix = self.block_manager.match_prefix(seq)
+        need = self.block_manager.num_blocks_to_take(seq, prefix)
+        if need > self.block_manager.num_free_blocks:
+            have = self.block_manager.num_free_blocks
+            self.observer.admission_stop(self, seq, "no_blocks", need, have)
+            return False
+        need = seq.num_tokens - len(prefix) * self.block_manager.block_size
+        is_cut_allowed = batch.token_budget > 0 and (chunk_any or batch.num_prefills == 0)
+        if need > batch.token_budget and not is_cut_allowed:
+            fits_a_step = chunk_any or need <= self.max_num_batched_tokens
+            reason = "token_budget" if fits_a_step else "chunk_not_first"
+            self.observer.admission_stop(self, seq, reason, need, batch.token_budget)
+            return False
+        self.waiting.popleft()
+        self.running.append(seq)
+        self.block_manager.allocate(seq, prefix)
+        seq.num_prefill_tokens = seq.num_tokens
+        self._move(seq, SequenceStatus.RUNNING, "admitted")
+        return True
+
+    def _preempt(self, victim: Sequence, for_seq: Sequence) -> None:
+        """Take the pages of `victim` so that `for_seq` can go on. Its tokens are kept."""
+        num_computed_tokens = victim.num_computed_tokens
+        freed = self.block_manager.deallocate(victim)
+        self.waiting.appendleft(victim)
+        self.observer.preempt(victim, for_seq, freed, num_computed_tokens)
+        self._move(victim, SequenceStatus.WAITING, "preempted")
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.block_table:

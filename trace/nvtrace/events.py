@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 import msgspec
 
 Phase = Literal[
-    "bootstrap", "init", "ingress", "prefill", "decode", "postprocess", "egress"
+    "bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"
 ]  # the article's words
 Status = Literal["WAITING", "RUNNING", "FINISHED"]
 
@@ -224,10 +224,31 @@ class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
     log_fields = ("decode_step_index", "engine_step", "scheduled", "running_len", "waiting_len")
 
 
+class ScheduleMixed(Event, frozen=True, kw_only=True, tag="SCHEDULE_MIXED"):
+    """This step computes one token for running sequences, and prompts beside them."""
+
+    reason: Literal["budget_left_for_prefill"] = "budget_left_for_prefill"
+    engine_step: int
+    scheduled: int
+    num_decodes: int
+    num_prefills: int
+    seq_ids: list[int]
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]
+    num_cached_tokens: list[int]
+    num_batched_tokens: int
+    token_budget: int
+    waiting_len: int
+    running_len: int
+    free_blocks: int
+
+    log_fields = ("engine_step", "num_decodes", "num_prefills", "waiting_len", "running_len")
+
+
 class AdmissionStop(Event, frozen=True, kw_only=True, tag="ADMISSION_STOP"):
     """The waiting queue's head had to wait, and everybody behind it."""
 
-    reason: Literal["token_budget", "no_blocks", "max_num_seqs", "chunk_not_first"]
+    reason: Literal["token_budget", "no_blocks", "max_num_seqs", "chunk_not_first", "static_batch"]
     seq_id: int
     need: int
     have: int
@@ -374,7 +395,7 @@ class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE
 class RunEager(Event, frozen=True, kw_only=True, tag="RUN_EAGER"):
     """The model ran kernel by kernel."""
 
-    reason: Literal["prefill", "enforce_eager", "device_has_no_graphs"]
+    reason: Literal["prefill", "mixed", "enforce_eager", "device_has_no_graphs"]
     num_tokens: int
 
     log_fields = ("num_tokens",)
@@ -397,7 +418,7 @@ class StepEnd(Event, frozen=True, kw_only=True, tag="STEP_END"):
     device works in the background it is launch time, and `gpu_ns` is the device's.
     """
 
-    batch_phase: Literal["prefill", "decode"]
+    batch_phase: Literal["prefill", "decode", "mixed"]
     num_seqs: int
     num_batched_tokens: int
     num_tokens_stat: int  # the article's: total length of a prefill's sequences; minus the batch
@@ -438,6 +459,7 @@ class GenerateFinish(Event, frozen=True, kw_only=True, tag="GENERATE_FINISH"):
     total_steps: int
     prefill_steps: int
     decode_steps: int
+    mixed_steps: int = 0
     n_outputs: int
 
     log_fields = ("total_steps", "prefill_steps", "decode_steps", "n_outputs")
@@ -478,6 +500,7 @@ AnyEvent = (
     | RequestAbort
     | SchedulePrefill
     | ScheduleDecode
+    | ScheduleMixed
     | AdmissionStop
     | Preempt
     | StateTransition

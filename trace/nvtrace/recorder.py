@@ -16,7 +16,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -111,7 +111,7 @@ class Recorder(Observer):
         self.kept: Path | None = None
         self._marks = _StepMarks(0)
         self._last_init = 0
-        self._steps = {"prefill": 0, "decode": 0}  # of the engine
+        self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
 
     # -- bootstrap, init -------------------------------------------------------------------------
@@ -255,12 +255,14 @@ class Recorder(Observer):
     def generate_finish(self, num_outputs: int) -> None:
         prefill = self._steps["prefill"] - self._steps_before["prefill"]
         decode = self._steps["decode"] - self._steps_before["decode"]
+        mixed = self._steps["mixed"] - self._steps_before["mixed"]
         self.trace.add(
             ev.GenerateFinish,
             "egress",
-            total_steps=prefill + decode,
+            total_steps=prefill + decode + mixed,
             prefill_steps=prefill,
             decode_steps=decode,
+            mixed_steps=mixed,
             n_outputs=num_outputs,
         )
         self.trace.drain()
@@ -306,43 +308,48 @@ class Recorder(Observer):
 
     @override
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
-        self.trace.batch_phase = "prefill"
-        self._steps["prefill"] += 1
-        continues = batch.seqs[0].num_computed_tokens > batch.seqs[0].num_cached_tokens
-        self._marks.schedule = self.trace.add(
-            ev.SchedulePrefill,
-            "prefill",
-            reason="chunk_continues" if continues else "waiting_admissible",
-            engine_step=self.trace.step,
-            scheduled=len(batch.seqs),
-            seq_ids=[seq.seq_id for seq in batch.seqs],
-            num_scheduled_tokens=list(batch.num_scheduled_tokens),
-            num_computed_tokens=[seq.num_computed_tokens for seq in batch.seqs],
-            num_cached_tokens=[seq.num_cached_tokens for seq in batch.seqs],
-            num_batched_tokens=sum(batch.num_scheduled_tokens),
-            token_budget=scheduler.max_num_batched_tokens,
-            waiting_len=len(scheduler.waiting),
-            running_len=len(scheduler.running),
-            free_blocks=scheduler.block_manager.num_free_blocks,
+        first = batch.seqs[0]
+        continues = first.num_computed_tokens > first.num_cached_tokens
+        reason = "chunk_continues" if continues else "waiting_admissible"
+        self._schedule(ev.SchedulePrefill, batch, scheduler, reason=reason, **_lengths(batch))
+
+    @override
+    def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
+        self._schedule(
+            ev.ScheduleMixed,
+            batch,
+            scheduler,
+            num_prefills=batch.num_prefills,
+            num_decodes=len(batch.seqs) - batch.num_prefills,
+            **_lengths(batch),
         )
 
     @override
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        self.trace.batch_phase = "decode"
-        self.trace.add(
-            ev.ScheduleDecode,
-            "decode",
+        index = self._steps["decode"]
+        self._schedule(ev.ScheduleDecode, batch, scheduler, decode_step_index=index)
+
+    def _schedule(
+        self,
+        cls: type[ev.Event],
+        batch: Batch,
+        scheduler: Scheduler,
+        **fields: Any,  # noqa: ANN401 - what the three kinds of step do not share
+    ) -> None:
+        self.trace.batch_phase = batch.phase
+        self._steps[batch.phase] += 1
+        self._marks.schedule = self.trace.add(
+            cls,
+            batch.phase,
             engine_step=self.trace.step,
-            decode_step_index=self._steps["decode"],
             scheduled=len(batch.seqs),
             seq_ids=[seq.seq_id for seq in batch.seqs],
             token_budget=scheduler.max_num_batched_tokens,
             waiting_len=len(scheduler.waiting),
             running_len=len(scheduler.running),
             free_blocks=scheduler.block_manager.num_free_blocks,
+            **fields,
         )
-        self._steps["decode"] += 1
-        self._marks.schedule = self.trace.now()
 
     @override
     def preempt(
@@ -454,15 +461,15 @@ class Recorder(Observer):
     @override
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
         now, marks = self.trace.now(), self._marks
-        is_prefill = batch.phase == "prefill"
         num_seqs = len(batch.seqs)
+        total_len = sum(seq.num_tokens for seq in batch.seqs)
         self.trace.add(
             ev.StepEnd,
             "postprocess",
             batch_phase=batch.phase,
             num_seqs=num_seqs,
             num_batched_tokens=sum(batch.num_scheduled_tokens),
-            num_tokens_stat=sum(s.num_tokens for s in batch.seqs) if is_prefill else -num_seqs,
+            num_tokens_stat=-num_seqs if batch.phase == "decode" else total_len,
             finished=[seq.seq_id for seq in finished],
             waiting_len=len(scheduler.waiting),
             running_len=len(scheduler.running),
@@ -486,3 +493,13 @@ class Recorder(Observer):
         now = self.trace.now()
         duration, self._last_init = now - self._last_init, now
         return duration
+
+
+def _lengths(batch: Batch) -> dict[str, list[int] | int]:
+    """For each sequence of a step with prompts in it: tokens computed now, before, and cached."""
+    return {
+        "num_scheduled_tokens": list(batch.num_scheduled_tokens),
+        "num_computed_tokens": [seq.num_computed_tokens for seq in batch.seqs],
+        "num_cached_tokens": [seq.num_cached_tokens for seq in batch.seqs],
+        "num_batched_tokens": sum(batch.num_scheduled_tokens),
+    }

@@ -181,7 +181,7 @@ class State:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _schedule_prefill(self, event: ev.SchedulePrefill) -> None:
+    def _schedule_prefill(self, event: ev.SchedulePrefill | ev.ScheduleMixed) -> None:
         self.engine_step = event.engine_step
         self._scheduled = dict(zip(event.seq_ids, event.num_scheduled_tokens, strict=True))
 
@@ -212,6 +212,7 @@ class State:
         ev.BlocksHash: _blocks_hash,
         ev.BlocksRelease: _blocks_release,
         ev.SchedulePrefill: _schedule_prefill,
+        ev.ScheduleMixed: _schedule_prefill,
         ev.ScheduleDecode: _schedule_decode,
         ev.RunEager: _model_ran,
         ev.SampleTokens: _sample_tokens,
@@ -240,7 +241,7 @@ class Step:
     before: list[ev.Event]
     state: State
     events: list[ev.Event] = field(default_factory=list)
-    schedule: ev.SchedulePrefill | ev.ScheduleDecode | None = None
+    schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed | None = None
     end: ev.StepEnd | None = None
 
 
@@ -272,7 +273,7 @@ def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterato
             step = Step(record.step, before, state)
             before = []
         step.events.append(record)
-        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode):
+        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
             step.schedule = record
         elif isinstance(record, ev.StepEnd):
             step.end = record

@@ -64,7 +64,7 @@ class TraceWriter:
     ) -> None:
         self.sink = sink
         self.step: int | None = None
-        self.batch_phase: Literal["prefill", "decode"] = "prefill"
+        self.batch_phase: Literal["prefill", "decode", "mixed"] = "prefill"
         self.num_events = 0
         self.has_header = False
         self._logger = make_logger(sink, processors)

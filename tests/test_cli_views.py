@@ -40,11 +40,12 @@ MS = 1_000_000
 
 def step(index: int, seq_ids: Sequence[int] = (0, 1), **changes: Any) -> StepSummary:  # noqa: ANN401 - any field
     """A decode step in which nothing happens."""
+    is_prefill = changes.get("phase", "decode") == "prefill"
     plain = StepSummary(
         index=index,
         phase="decode",
         reason="no_prefill_admissible",
-        shares=tuple(Share(seq_id, 0, 1, 1, 1) for seq_id in seq_ids),
+        shares=tuple(Share(seq_id, 0, 1, 1, 1, is_prefill=is_prefill) for seq_id in seq_ids),
         num_batched_tokens=len(seq_ids),
         waiting_len=0,
         running_len=len(seq_ids),

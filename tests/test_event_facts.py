@@ -41,9 +41,12 @@ class FactChecker:
         match record:
             case ev.SchedulePrefill():
                 self._check_prefill(record)
+            case ev.ScheduleMixed():
+                self._check_mixed(record)
             case ev.ScheduleDecode():
-                assert record.seq_ids == self.state.running
-                self._check_schedule(record, num_batched_tokens=0)
+                assert record.seq_ids == self.state.running[: record.token_budget]
+                is_mixed = self.settings.policy == "mixed"  # decodes use the budget up as well
+                self._check_schedule(record, record.scheduled if is_mixed else 0)
             case ev.Preempt():
                 stated = (record.num_tokens_to_recompute, record.num_blocks_freed)
                 assert stated == self.released[record.seq_id]
@@ -81,8 +84,20 @@ class FactChecker:
         assert record.seq_ids[continues:] == self.started
         self._check_schedule(record, record.num_batched_tokens)
 
+    def _check_mixed(self, record: ev.ScheduleMixed) -> None:
+        seqs = [self.state.sequences[seq_id] for seq_id in record.seq_ids]
+        assert record.num_computed_tokens == [seq.num_computed_tokens for seq in seqs]
+        assert record.num_cached_tokens == [seq.num_cached_tokens for seq in seqs]
+        assert record.num_batched_tokens == sum(record.num_scheduled_tokens)
+        assert record.num_decodes + record.num_prefills == record.scheduled
+        is_prefill = [seq.num_computed_tokens < seq.num_prefill_tokens for seq in seqs]
+        assert is_prefill == [False] * record.num_decodes + [True] * record.num_prefills
+        self._check_schedule(record, record.num_batched_tokens)
+
     def _check_schedule(
-        self, record: ev.SchedulePrefill | ev.ScheduleDecode, num_batched_tokens: int
+        self,
+        record: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed,
+        num_batched_tokens: int,
     ) -> None:
         assert record.scheduled == len(record.seq_ids)
         assert record.token_budget == self.settings.max_num_batched_tokens
@@ -101,8 +116,13 @@ class FactChecker:
             case "no_blocks":
                 assert (stop.need, stop.have) == (need_blocks, len(self.state.free_blocks))
             case "token_budget":
-                assert stop.need == need_tokens <= self.settings.max_num_batched_tokens
+                assert stop.need == need_tokens
+                if self.settings.policy != "mixed":
+                    assert stop.need <= self.settings.max_num_batched_tokens
                 self.stop = stop  # what it has follows from the tokens scheduled in this step
+            case "static_batch":
+                assert self.settings.policy == "static"
+                assert (stop.need, stop.have) == (len(self.state.running), 0)
             case "chunk_not_first":
                 assert stop.need == need_tokens > self.settings.max_num_batched_tokens
                 self.stop = stop
@@ -145,7 +165,9 @@ class FactChecker:
         if record.batch_phase == "decode":
             assert record.num_tokens_stat == -record.num_seqs == -record.num_batched_tokens
 
-    def _check_lengths(self, record: ev.SchedulePrefill | ev.ScheduleDecode | ev.StepEnd) -> None:
+    def _check_lengths(
+        self, record: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed | ev.StepEnd
+    ) -> None:
         assert record.waiting_len == len(self.state.waiting)
         assert record.running_len == len(self.state.running)
         assert record.free_blocks == len(self.state.free_blocks)

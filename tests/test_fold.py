@@ -19,7 +19,7 @@ from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
 from nvtrace.replay import InconsistentTraceError, State, fold_steps
 from support.fake_runner import InjectedError, make_engine
-from support.recording import BUSY, HOOKS_OF_A_STEP, Interruption, Recording
+from support.recording import BUSY, BUSY_MIXED, HOOKS_OF_A_STEP, Interruption, Recording
 from support.snapshot import snapshot_of_engine, snapshot_of_fold
 from support.workload import MemoryFile, Workload, workloads
 
@@ -39,7 +39,7 @@ INTERRUPTIONS = st.builds(
 def point_after(record: Record) -> Point | None:
     """The point in the engine's life that comes right after `record`."""
     match record:
-        case ev.SchedulePrefill() | ev.ScheduleDecode():
+        case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
             return "schedule"
         case ev.StepEnd():
             return "postprocess"
@@ -87,7 +87,8 @@ def test_the_fold_equals_the_engine_after_an_exception_anywhere_in_a_step(
 def test_an_exception_at_each_moment_of_a_step_resets_engine_and_fold(
     at: str, *, is_noted: bool
 ) -> None:
-    recording = Recording(BUSY, Interruption(2, at, is_noted))
+    workload = BUSY_MIXED if at == "schedule_mixed" else BUSY
+    recording = Recording(workload, Interruption(2, at, is_noted))
     assert recording.run.num_resets == 1, "the exception never struck: choose another workload"
     assert_fold_equals_engine(recording)
 

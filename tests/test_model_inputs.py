@@ -20,10 +20,15 @@ def sequence(seq_id: int, num_tokens: int, block_table: list[int], num_computed:
     return seq
 
 
-def batch_of(phase: str, *pieces: tuple[Sequence, int]) -> Batch:
-    batch = Batch("prefill" if phase == "prefill" else "decode")
+def put(batch: Batch, seq: Sequence, num_tokens: int) -> None:
+    batch.token_budget = num_tokens
+    batch.add(seq)
+
+
+def batch_of(*pieces: tuple[Sequence, int]) -> Batch:
+    batch = Batch(0)
     for seq, num_tokens in pieces:
-        batch.add(seq, num_tokens)
+        put(batch, seq, num_tokens)
     return batch
 
 
@@ -32,7 +37,7 @@ def batch_of(phase: str, *pieces: tuple[Sequence, int]) -> Batch:
 
 def test_the_articles_prefill_is_laid_out_as_the_article_shows() -> None:
     first, second = sequence(0, 11, [0], 0), sequence(1, 17, [1], 0)
-    inputs = prepare_prefill(batch_of("prefill", (first, 11), (second, 17)), block_size=256)
+    inputs = prepare_prefill(batch_of((first, 11), (second, 17)), block_size=256)
     assert inputs.input_ids == first.token_ids + second.token_ids
     assert len(inputs.input_ids) == 28
     assert inputs.positions == [*range(11), *range(17)]
@@ -47,7 +52,7 @@ def test_the_articles_prefill_is_laid_out_as_the_article_shows() -> None:
 
 def test_the_articles_first_decode_is_laid_out_as_the_article_shows() -> None:
     first, second = sequence(0, 12, [0], 11), sequence(1, 18, [1], 17)
-    inputs = prepare_decode(batch_of("decode", (first, 1), (second, 1)), block_size=256)
+    inputs = prepare_decode(batch_of((first, 1), (second, 1)), block_size=256)
     assert inputs.input_ids == [1011, 2017]
     assert inputs.positions == [11, 17]
     assert inputs.context_lens == [12, 18]
@@ -60,14 +65,14 @@ def test_the_articles_first_decode_is_laid_out_as_the_article_shows() -> None:
 
 def test_a_prompt_that_spans_pages_has_one_run_of_slots_for_each() -> None:
     seq = sequence(0, 10, [5, 0, 2], 0)
-    inputs = prepare_prefill(batch_of("prefill", (seq, 10)), block_size=4)
+    inputs = prepare_prefill(batch_of((seq, 10)), block_size=4)
     assert inputs.slot_ranges == [(20, 23), (0, 3), (8, 9)]
     assert inputs.slot_mapping == [20, 21, 22, 23, 0, 1, 2, 3, 8, 9]
 
 
 def test_a_cached_prefix_lengthens_the_keys_and_not_the_queries() -> None:
     hit, fresh = sequence(0, 7, [3, 1], 4), sequence(1, 2, [0], 0)
-    inputs = prepare_prefill(batch_of("prefill", (hit, 3), (fresh, 2)), block_size=4)
+    inputs = prepare_prefill(batch_of((hit, 3), (fresh, 2)), block_size=4)
     assert inputs.input_ids == [1004, 1005, 1006, 2000, 2001]
     assert inputs.positions == [4, 5, 6, 0, 1]
     assert (inputs.cu_seqlens_q, inputs.max_seqlen_q) == ([0, 3, 5], 3)
@@ -78,17 +83,17 @@ def test_a_cached_prefix_lengthens_the_keys_and_not_the_queries() -> None:
 
 def test_an_unfinished_chunk_has_no_logits() -> None:
     seq = sequence(0, 10, [0, 1, 2], 4)
-    batch = batch_of("prefill", (seq, 3))
+    batch = batch_of((seq, 3))
     assert batch.sampled_seqs == []
     assert prepare_prefill(batch, block_size=4).logits_indices == []
-    whole = batch_of("prefill", (seq, 6))
+    whole = batch_of((seq, 6))
     assert whole.sampled_seqs == [seq]
     assert prepare_prefill(whole, block_size=4).logits_indices == [5]
 
 
 def test_an_empty_batch_is_false() -> None:
-    assert not Batch("decode")
-    assert batch_of("decode", (sequence(0, 1, [0], 0), 1))
+    assert not Batch(1)
+    assert batch_of((sequence(0, 1, [0], 0), 1))
 
 
 # -- for any batch ---------------------------------------------------------------------------------
@@ -100,13 +105,13 @@ def prefills(draw: st.DrawFn) -> tuple[Batch, int]:
     block_size = draw(st.integers(1, 6))
     lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=5))
     pages = draw(st.permutations(range(sum(-(-length // block_size) for length in lengths))))
-    batch = Batch("prefill")
+    batch = Batch(0)
     for seq_id, length in enumerate(lengths):
         num_pages = -(-length // block_size)
         table, pages = pages[:num_pages], pages[num_pages:]
         num_computed = draw(st.integers(0, length - 1))
         seq = sequence(seq_id, length, list(table), num_computed)
-        batch.add(seq, draw(st.integers(1, length - num_computed)))
+        put(batch, seq, draw(st.integers(1, length - num_computed)))
     return batch, block_size
 
 
@@ -162,7 +167,7 @@ def test_tables_are_padded_to_one_width_and_leave_the_sequences_alone(
     tables = [list(seq.block_table) for seq in batch.seqs]
     for seq in batch.seqs:
         seq.num_computed_tokens = seq.num_tokens - 1
-    decode = batch_of("decode", *((seq, 1) for seq in batch.seqs))
+    decode = batch_of(*((seq, 1) for seq in batch.seqs))
     inputs = prepare_decode(decode, block_size)
     assert len({len(row) for row in inputs.block_tables}) == 1
     for row, table in zip(inputs.block_tables, tables, strict=True):
@@ -176,7 +181,7 @@ def test_every_token_of_a_decode_is_the_last_of_its_sequence(prefill: tuple[Batc
     batch, block_size = prefill
     for seq in batch.seqs:
         seq.num_computed_tokens = seq.num_tokens - 1
-    decode = batch_of("decode", *((seq, 1) for seq in batch.seqs))
+    decode = batch_of(*((seq, 1) for seq in batch.seqs))
     inputs = prepare_decode(decode, block_size)
     assert inputs.input_ids == [seq.token_ids[-1] for seq in batch.seqs]
     assert inputs.context_lens == [seq.num_tokens for seq in batch.seqs]

@@ -23,7 +23,7 @@ from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder, record
 from support.fake_runner import make_engine
-from support.recording import BUSY, Interruption, Recording
+from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import MemoryFile, Run
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ def test_every_event_is_written_by_its_hook_and_comes_back() -> None:
 
     records = recorded(start_up)
     heard = {ev.tag_of(record) for record in records if isinstance(record, ev.Event)}
-    for recording in (Recording(BUSY), Recording(BUSY, Interruption(4, "ran"))):
+    for recording in (
+        *(Recording(BUSY), Recording(BUSY_MIXED)),
+        Recording(BUSY, Interruption(4, "ran")),
+    ):
         heard |= {ev.tag_of(record) for record in recording.records if isinstance(record, ev.Event)}
     assert heard == {*ev.EVENT_TYPES}
 

@@ -38,10 +38,30 @@ class Judge:
             return
         self.scheduler.block_manager.check([*self.scheduler.waiting, *self.scheduler.running])
         self._every_request_is_in_one_place()
-        if batch.phase == "prefill":
+        if self.settings.policy == "mixed":
+            self._judge_mixed(batch)
+        elif batch.phase == "prefill":
             self._judge_prefill(batch)
         else:
             self._judge_decode(batch)
+        if self.settings.policy == "static" and self.running_before:
+            assert self.witness.admitted[self.num_admitted :] == []
+
+    def _judge_mixed(self, batch: Batch) -> None:
+        assert sum(batch.num_scheduled_tokens) <= self.settings.max_num_batched_tokens
+        num_decodes = len(batch.seqs) - batch.num_prefills
+        assert not any(seq.is_prefilling for seq in batch.seqs[:num_decodes])
+        assert all(seq.is_prefilling for seq in batch.seqs[num_decodes:])
+        assert [*batch.seqs] == self.scheduler.running[: len(batch.seqs)], "in the queue's order"
+        pieces = zip(batch.seqs, batch.num_scheduled_tokens, strict=True)
+        is_chunk = [num_tokens < seq.num_uncomputed_tokens for seq, num_tokens in pieces]
+        assert not any(is_chunk[:-1]), "a chunk uses the budget up"
+        victims = [victim for victim, _ in self.witness.preempted[self.num_preempted :]]
+        admitted = self.witness.admitted[self.num_admitted :]
+        waiting, running = self._queues()
+        # Victims stand before all others; from there the head is admitted, in order.
+        assert admitted + waiting == victims[::-1] + self._waiting_now_and_then()
+        assert running == self._running_then()[: len(running) - len(admitted)] + admitted
 
     def _judge_prefill(self, batch: Batch) -> None:
         assert sum(batch.num_scheduled_tokens) <= self.settings.max_num_batched_tokens
@@ -65,9 +85,10 @@ class Judge:
         # Victims leave the tail one by one, and stand before all others in their old order.
         assert running + victims[::-1] == self._running_then()
         assert waiting == victims[::-1] + self._waiting_now_and_then()
-        assert [seq.seq_id for seq in batch.seqs] == running
+        # Everybody who runs goes one token further, as far as the budget reaches.
+        assert [seq.seq_id for seq in batch.seqs] == running[: self.settings.max_num_batched_tokens]
         assert batch.sampled_seqs == batch.seqs
-        assert batch.num_scheduled_tokens == [1] * len(running)
+        assert batch.num_scheduled_tokens == [1] * len(batch.seqs)
         assert all(seq.num_uncomputed_tokens == 1 for seq in batch.seqs)
 
     def _queues(self) -> tuple[list[int], list[int]]:

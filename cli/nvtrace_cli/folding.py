@@ -88,7 +88,7 @@ def _with_batch_before(steps: Iterable[StepSummary]) -> Iterator[tuple[StepSumma
 def _is_notable(step: StepSummary) -> bool:
     """Must the step be seen on its own?"""
     events = (step.arrived, step.aborted, step.admitted, step.preempted, step.finished)
-    completes_prompt = step.phase == "prefill" and any(share.is_complete for share in step.shares)
+    completes_prompt = any(share.is_complete for share in step.prefills)
     return (
         any(events)
         or completes_prompt

@@ -72,7 +72,7 @@ class Progress:
                     event.seq_id, event.prompt_len, event.max_tokens
                 )
                 self.waiting_len += 1
-            case ev.SchedulePrefill() | ev.ScheduleDecode():
+            case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
                 self._schedule(event)
             case ev.SampleTokens():
                 self.num_tokens += len(event.seq_ids)
@@ -90,12 +90,11 @@ class Progress:
                     self.requests[seq_id].reason = "aborted"
                 self.waiting_len = self.running_len = 0
 
-    def _schedule(self, event: ev.SchedulePrefill | ev.ScheduleDecode) -> None:
+    def _schedule(self, event: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed) -> None:
         batch = set(event.seq_ids)
-        phase: RequestState = "prefill" if isinstance(event, ev.SchedulePrefill) else "decode"
         for request in self.requests.values():
             if request.seq_id in batch:
-                request.state = phase
+                request.state = "decode" if request.num_tokens else "prefill"
             elif request.state in {"prefill", "decode"}:
                 request.state = "idle"
 

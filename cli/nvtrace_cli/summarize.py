@@ -157,25 +157,32 @@ def _finished(events: list[ev.Event]) -> tuple[tuple[int, str], ...]:
     return tuple(finished)
 
 
-def _phase(schedule: ev.SchedulePrefill | ev.ScheduleDecode) -> Literal["prefill", "decode"]:
+def _phase(
+    schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed,
+) -> Literal["prefill", "decode", "mixed"]:
+    if isinstance(schedule, ev.ScheduleMixed):
+        return "mixed"
     return "prefill" if isinstance(schedule, ev.SchedulePrefill) else "decode"
 
 
 def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
     schedule = step.schedule
     if isinstance(schedule, ev.ScheduleDecode):
-        return tuple(Share(seq_id, 0, 1, 1, 1) for seq_id in schedule.seq_ids)
+        return tuple(_decode_share(seq_id) for seq_id in schedule.seq_ids)
     if schedule is None:
         return ()
+    sequences = step.state.sequences
     return tuple(
         Share(
             seq_id,
             num_computed,
             num_tokens,
-            step.state.sequences[seq_id].num_prefill_tokens,
-            step.state.sequences[seq_id].prompt_len,
+            sequences[seq_id].num_prefill_tokens,
+            sequences[seq_id].prompt_len,
             num_cached if seq_id in admitted else 0,
         )
+        if num_computed < sequences[seq_id].num_prefill_tokens
+        else _decode_share(seq_id)
         for seq_id, num_computed, num_tokens, num_cached in zip(
             schedule.seq_ids,
             schedule.num_computed_tokens,
@@ -184,6 +191,10 @@ def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
             strict=True,
         )
     )
+
+
+def _decode_share(seq_id: int) -> Share:
+    return Share(seq_id, 0, 1, 1, 1, is_prefill=False)
 
 
 def _page_counts(events: list[ev.Event]) -> PageCounts:

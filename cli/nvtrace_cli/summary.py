@@ -43,6 +43,7 @@ class Share:
         num_total: tokens there are to compute (less than that so far: a chunk).
         num_prompt: how many of them are the prompt; the others were generated before a preemption.
         num_cached: tokens that came from the prefix cache, if it was admitted in this step.
+        is_prefill: does it compute its prompt, or a chunk of it, and not one sampled token?
     """
 
     seq_id: int
@@ -51,6 +52,7 @@ class Share:
     num_total: int
     num_prompt: int
     num_cached: int = 0
+    is_prefill: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +79,7 @@ class StepSummary:
     """
 
     index: int
-    phase: Literal["prefill", "decode"] | None  # None: the trace ends before the decision
+    phase: Literal["prefill", "decode", "mixed"] | None  # None: the trace ends before the decision
     reason: str | None
     shares: tuple[Share, ...]
     num_batched_tokens: int
@@ -98,6 +100,11 @@ class StepSummary:
     start_ns: int
     end_ns: int
     wall_ns: int | None  # None: the step did not end
+
+    @property
+    def prefills(self) -> tuple[Share, ...]:
+        """The part of the batch that computes prompts."""
+        return tuple(share for share in self.shares if share.is_prefill)
 
     @property
     def seq_ids(self) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ class Settings:
     max_num_seqs: int = 100
     max_model_len: int = 1000
     enable_prefix_caching: bool = True
+    policy: str = "prefill_first"
 
 
 def digests(token_ids: list[int]) -> list[int]:
@@ -106,7 +107,7 @@ class FakeRunner:
         for seq in batch.seqs:  # before this step writes anything
             self._check_context(seq, seq.block_table, seq.num_computed_tokens)
         inputs: PrefillInputs | DecodeInputs
-        if batch.phase == "prefill":
+        if batch.phase != "decode":
             inputs = prepare_prefill(batch, self.block_size)
             self.observer.prepare_prefill_tensors(inputs)
             states = self._prefill(inputs, batch.seqs)
@@ -114,7 +115,7 @@ class FakeRunner:
             inputs = prepare_decode(batch, self.block_size)
             self.observer.prepare_decode_tensors(inputs)
             states = self._decode(inputs, batch.seqs)
-        reason = "prefill" if batch.phase == "prefill" else "device_has_no_graphs"
+        reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
         self.observer.run_eager(reason, len(inputs.input_ids))
         self.at("ran", batch)
         if not batch.sampled_seqs:

@@ -140,10 +140,14 @@ class Watcher(Observer):
         self._keep_running(scheduler)
 
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        """Everybody who runs is due."""
-        assert batch.seqs == scheduler.running
+        """Everybody who runs is due, as far as the budget reaches."""
+        assert batch.seqs == scheduler.running[: scheduler.max_num_batched_tokens]
         self._due = list(batch.seqs)
         self._keep_running(scheduler)
+
+    def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
+        """Whoever computes its last token is due."""
+        self.schedule_prefill(batch, scheduler)
 
     def _keep_running(self, scheduler: Scheduler) -> None:
         self.most_running = max(self.most_running, len(scheduler.running))

@@ -7,7 +7,7 @@ trace is folded (`nvtrace.replay`).
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -42,6 +42,9 @@ BUSY = Workload(
 )
 
 
+BUSY_MIXED = replace(BUSY, settings=replace(BUSY.settings, policy="mixed"))
+
+
 @dataclass(slots=True)
 class Interruption:
     """An exception in a step: at one of the runner's moments, or in a hook of the observer."""
@@ -55,7 +58,8 @@ class Interruption:
 
 
 HOOKS_OF_A_STEP = (
-    *("admission_stop", "schedule_prefill", "schedule_decode", "preempt", "state_transition"),
+    *("admission_stop", "schedule_prefill", "schedule_decode", "schedule_mixed"),
+    *("preempt", "state_transition"),
     *("blocks_share", "blocks_revive", "blocks_allocate", "blocks_append"),
     *("blocks_hash", "blocks_evict", "blocks_release"),
     *("prepare_prefill_tensors", "prepare_decode_tensors", "run_eager", "sample_tokens"),

@@ -54,7 +54,11 @@ class Witness(Observer):
         self.batches.append(_row(batch))
 
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        assert batch.seqs == scheduler.running
+        assert batch.seqs == scheduler.running[: scheduler.max_num_batched_tokens]
+        self.batches.append(_row(batch))
+
+    def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
+        assert scheduler.running
         self.batches.append(_row(batch))
 
 
@@ -62,7 +66,7 @@ def _row(batch: Batch) -> tuple[str, list[int], list[int]]:
     return batch.phase, [seq.seq_id for seq in batch.seqs], list(batch.num_scheduled_tokens)
 
 
-def engine_with(observer: Observer, *prompts: int | list[int], **settings: int) -> LLMEngine:
+def engine_with(observer: Observer, *prompts: int | list[int], **settings: int | str) -> LLMEngine:
     """An engine in which each prompt waits; a number stands for that many tokens."""
     options: dict[str, Any] = {"enable_prefix_caching": False, **settings}
     engine = make_engine(replace(Settings(), **options), observer)

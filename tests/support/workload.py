@@ -117,6 +117,7 @@ def workloads(draw: st.DrawFn, *, with_aborts: bool = True) -> Workload:
         max_num_seqs=draw(st.integers(1, 6) | st.just(6)),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["prefill_first", "prefill_first", "mixed", "static"])),
     )
     # Enough for one of them; those that need more are to be refused.
     enough = draw(st.sampled_from([request.num_blocks(settings) for request in requests]))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gzip
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import structlog
@@ -25,11 +24,12 @@ from nvtrace.envelope import encode_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
+    from pathlib import Path
 
     from structlog.typing import Processor
 
-    from nvtrace.events import Event
     from nvtrace.envelope import Footer, Header
+    from nvtrace.events import Event
 
 Existing = Literal["keep", "replace", "error"]
 
@@ -153,7 +153,8 @@ def open_sink(
     if path.suffix == ".zst":
         file = cast("BinaryIO", zstandard.open(path, "wb"))
         return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept
-    return Sink(path.open("wb", buffering=0), report=report), kept
+    file = path.open("wb", buffering=0)  # noqa: SIM115 - Sink.close closes it
+    return Sink(file, report=report), kept
 
 
 def free_name(path: Path) -> Path:

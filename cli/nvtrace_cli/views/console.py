@@ -20,6 +20,7 @@ THEME = Theme(
         "waiting": "yellow",
         "prefill": "bold cyan",
         "decode": "green",
+        "mixed": "magenta",
         "idle": "dim",
         "preempted": "bold red",
         "ended": "bold",

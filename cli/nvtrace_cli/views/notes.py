@@ -78,10 +78,8 @@ def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 
 def _prefill(row: Row, catalog: Catalog) -> Iterator[Note]:
-    if row.first.phase != "prefill":
-        return
     whole: dict[str, list[int]] = {"prompt": [], "recomputed": []}
-    for share in row.first.shares:
+    for share in row.first.prefills:
         who = sequences([share.seq_id], catalog)
         if share.num_cached:
             text = catalog.ui(

@@ -185,13 +185,14 @@ def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
     ended = {seq_id for seq_id, _ in step.finished}
     victims = {event.seq_id for event in step.preempted}
     batch = set(step.seq_ids)
-    is_prefill = step.phase == "prefill"
-    for seq_id in step.seq_ids:
-        strokes: tuple[CellState, ...] = (CellState.PREFILL if is_prefill else CellState.DECODE,)
-        if seq_id in ended:
+    for share in step.shares:
+        strokes: tuple[CellState, ...] = (
+            CellState.PREFILL if share.is_prefill else CellState.DECODE,
+        )
+        if share.seq_id in ended:
             end = (CellState.ENDED, CellState.ABSENT)
-            strokes = (CellState.PREFILL, *end) if is_prefill else end
-        yield seq_id, strokes
+            strokes = (CellState.PREFILL, *end) if share.is_prefill else end
+        yield share.seq_id, strokes
     for seq_id in {*step.aborted, *(ended - batch)}:
         yield seq_id, (CellState.ENDED, CellState.ABSENT)
     for seq_id in step.running:

@@ -54,16 +54,18 @@ def totals(
 def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
     prefill = [step for step in run.steps if step.phase == "prefill"]
     decode = [step for step in run.steps if step.phase == "decode"]
+    mixed = [step for step in run.steps if step.phase == "mixed"]
     requests = run.requests.values()
     num_prompt = sum(request.prompt_len for request in requests)
     num_completion = sum(request.num_completion_tokens for request in requests)
     yield (
         "steps",
         catalog.ui(
-            "totals_steps_sum",
+            "totals_steps_sum_mixed" if mixed else "totals_steps_sum",
             total=count(len(run.steps)),
             prefill=count(len(prefill)),
             decode=count(len(decode)),
+            mixed=count(len(mixed)),
         ),
     )
     yield (
@@ -75,17 +77,18 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
             num_cached=count(sum(request.num_cached_tokens for request in requests)),
         ),
     )
-    wall, prefill_ns, decode_ns = (
-        sum(step.wall_ns or 0 for step in steps) for steps in (run.steps, prefill, decode)
+    wall, prefill_ns, decode_ns, mixed_ns = (
+        sum(step.wall_ns or 0 for step in steps) for steps in (run.steps, prefill, decode, mixed)
     )
     if wall:
         yield (
             "time",
             catalog.ui(
-                "totals_time_sum",
+                "totals_time_sum_mixed" if mixed else "totals_time_sum",
                 total=duration(wall),
                 prefill=duration(prefill_ns),
                 decode=duration(decode_ns),
+                mixed=duration(mixed_ns),
             ),
         )
         yield "speed", catalog.ui("totals_speed_sum", rate=_rate(num_completion, wall))

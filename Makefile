@@ -6,6 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TRACE  ?= trace.jsonl
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
+PYTEST_ARGS ?= -n auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: example test lint check golden reference tiny-model clean help

@@ -228,7 +228,7 @@ def test_5_fully_cached_prompts_of_any_length_give_the_same_output(
 # -- 6: preempted, then re-admitted with a prefix hit ----------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 10000])
+@pytest.mark.parametrize("budget", [2, 3, 10000])
 def test_6_readmitted_with_a_prefix_hit_goes_not_past_its_end(budget: int, oracle: Oracle) -> None:
     watcher = Watcher()
     llm = make_llm(
@@ -244,6 +244,18 @@ def test_6_readmitted_with_a_prefix_hit_goes_not_past_its_end(budget: int, oracl
     readmitted = [cached for cached in watcher.num_cached_tokens.values() if len(cached) > 1]
     assert readmitted
     assert all(cached[1] >= 2 for cached in readmitted)
+    assert watcher.highest_position == 8
+    assert_empty(llm)
+
+
+def test_6_a_budget_of_one_token_runs_one_request_at_a_time(oracle: Oracle) -> None:
+    watcher = Watcher()
+    llm = make_llm(
+        oracle.folder, watcher, kvcache_block_size=2, num_kvcache_blocks=6, max_num_batched_tokens=1
+    )
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
+    outputs = llm.generate(prompts, [greedy_params(6), greedy_params(5)])
+    assert tokens_of(outputs) == [oracle.greedy(prompts[0], 6), oracle.greedy(prompts[1], 5)]
     assert watcher.highest_position == 8
     assert_empty(llm)
 

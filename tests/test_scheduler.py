@@ -44,7 +44,7 @@ class Judge:
             self._judge_prefill(batch)
         else:
             self._judge_decode(batch)
-        if self.settings.policy == "static" and self.running_before:
+        if self.settings.policy == "static" and self._running_then():
             assert self.witness.admitted[self.num_admitted :] == []
 
     def _judge_mixed(self, batch: Batch) -> None:

@@ -148,13 +148,12 @@ def open_sink(
     if path.is_file() and existing == "keep":
         kept = path.rename(free_name(path))
     if path.suffix == ".gz":
-        file = cast("BinaryIO", gzip.open(path, "wb", compresslevel=6))
+        file = cast("BinaryIO", gzip.open(path, "wb", compresslevel=6))  # noqa: SIM115 - Sink closes it
         return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept
     if path.suffix == ".zst":
         file = cast("BinaryIO", zstandard.open(path, "wb"))
         return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept
-    file = path.open("wb", buffering=0)  # noqa: SIM115 - Sink.close closes it
-    return Sink(file, report=report), kept
+    return Sink(path.open("wb", buffering=0), report=report), kept
 
 
 def free_name(path: Path) -> Path:

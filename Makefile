@@ -1,12 +1,17 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
 # make check     lint + test: what CI runs
+# make lint      format, rules, types, import contracts
+# make golden    record the golden trace of the tests anew
+# make reference write docs/events.md and docs/trace.schema.json from the event structs
+# make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
+# make clean     remove what all of this made
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TRACE  ?= trace.jsonl
-# A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PYTEST_ARGS ?= -n auto
+# A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: example test lint check golden reference tiny-model clean help
@@ -19,6 +24,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing torch and the rest into $(VENV): minutes, most of it the download of torch."
 	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,16 +42,25 @@ def run(
         Path | None, typer.Option(help="Folder of a Qwen3 model; by default the tiny one.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Where the trace goes; .gz and .zst are compressed.")
+        Path,
+        typer.Option(
+            help="Where the trace goes; .gz and .zst are compressed; one that is there is renamed."
+        ),
     ] = DEFAULT_TRACE,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ask this instead (may be repeated).")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Ask this instead of all that NAME asks (may be repeated)."
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to generate, at most.")
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 takes the likeliest token.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="What goes into a step: prefill_first, mixed or static.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
     lang: LangOption = None,
@@ -68,17 +79,21 @@ def run(
     if list_:
         view.print_scenarios(SCENARIOS, catalog)
         return
+    if name is None and prompt:
+        name = "example"
     if name is None or name not in SCENARIOS:
         raise UsageError(_unknown(name, list(SCENARIOS)))
     if temperature is not None and not math.isfinite(temperature):
         raise UsageError(f"--temperature {temperature}: it must be a finite number")
     _check_out(out)
+    _check_policy(policy)
     options = Options(
         model=model,
         messages=tuple(prompt or ()),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        config={} if policy is None else {"policy": policy},
     )
     answers = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
     if json:
@@ -86,7 +101,8 @@ def run(
     else:
         view.print_answers(answers, catalog, is_quiet=quiet)
     if not quiet:
-        say(catalog.ui("run_next", trace=out))
+        command = "nvtrace" if which("nvtrace") else sys.argv[0]  # .venv/bin/nvtrace, say
+        say(catalog.ui("run_next", trace=out, command=command))
 
 
 def _record(
@@ -169,6 +185,13 @@ def stopping_between_steps(
         yield stopping_tap
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _check_policy(policy: str | None) -> None:
+    from nanovllm.engine.policies import POLICIES  # noqa: PLC0415 - --help needs no engine
+
+    if policy is not None and policy not in POLICIES:
+        raise UsageError(f"--policy {policy}: it is one of {', '.join(POLICIES)}")
 
 
 def _check_out(out: Path) -> None:

@@ -198,17 +198,19 @@ def _decode_share(seq_id: int) -> Share:
 
 
 def _page_counts(events: list[ev.Event]) -> PageCounts:
-    taken = reused = published = evicted = freed = 0
+    taken = reused = published = evicted = freed = revived = 0
     for event in events:
         match event:
             case ev.BlocksAllocate() | ev.BlocksAppend():
                 taken += sum(map(len, event.block_ids))
-            case ev.BlocksShare() | ev.BlocksRevive():
+            case ev.BlocksShare():
                 reused += sum(map(len, event.block_ids))
+            case ev.BlocksRevive():
+                revived += sum(map(len, event.block_ids))
             case ev.BlocksHash():
                 published += sum(map(len, event.block_ids))
             case ev.BlocksEvict():
                 evicted += len(event.block_ids)
             case ev.BlocksRelease():
                 freed += sum(map(len, event.freed))
-    return PageCounts(taken, reused, published, evicted, freed)
+    return PageCounts(taken, reused + revived, published, evicted, freed, revived)

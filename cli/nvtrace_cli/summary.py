@@ -24,6 +24,7 @@ class PageCounts:
         num_published: pages put into the prefix cache.
         num_evicted: pages that left the prefix cache to be used anew.
         num_freed: pages that nobody holds any more.
+        num_revived: of the reused ones, those that nobody was using.
     """
 
     num_taken: int = 0
@@ -31,6 +32,7 @@ class PageCounts:
     num_published: int = 0
     num_evicted: int = 0
     num_freed: int = 0
+    num_revived: int = 0
 
 
 @dataclass(frozen=True, slots=True)

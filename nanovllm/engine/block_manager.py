@@ -1,19 +1,20 @@
-"""BlockManager: which pages of the KV cache belong to whom.
+"""BlockManager: which pages (vLLM: blocks) of the KV cache belong to whom.
 
 Knows page numbers, reference counts and the hashes of full pages. Does not know what is written in
 a page (`kv_cache.py` holds the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
 counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`.
 
     pool    page   0    1    2    3    4    5        block_size tokens of K and V each
-            refs   2    1    0    0    1    0
+            refs   2    1    0    0    1    1
             hash   a    b    c    -    -    -        published: full and computed
-    tables  seq 7: [0, 1, 4]     seq 9: [0, ...]     page 0 is shared
-    free    3 -> 5 -> 2                              next taken ... last taken
+    tables  seq 7: [0, 1, 4]     seq 9: [0, 5]       page 0 is shared
+    free    3 -> 2                                   next taken ... last taken
 
 Every page is either referenced by a table or in the free list. A free page that still has its hash
 keeps its contents and can be *revived*. The free list is therefore also the eviction order: pages
 with nothing worth keeping are put at its head, published ones at its tail (least recently used
-first; within one sequence the deepest first, since a prefix is worth more than what follows it).
+first; within one sequence the deepest first, since a prefix is worth more than what follows it:
+docs/decisions/0003).
 
 A page's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). It is
 published after its last token was computed, never before, so that nobody reads an empty page.
@@ -79,10 +80,10 @@ class BlockManager:
     # -- admission -------------------------------------------------------------------------------
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """The published pages that hold a prefix of `seq`, longest first match. Changes nothing.
+        """The published pages that hold a prefix of `seq`, in its order. Changes nothing.
 
         The last token is never among them: at least one token must be computed, or there would be
-        no logits to sample from. A prompt that is cached whole gives up its last page.
+        no logits to sample from. If every block is cached, the last one is computed again.
         """
         if not self.enable_prefix_caching:
             return []
@@ -129,7 +130,7 @@ class BlockManager:
         return bool(self.free_blocks) or not self.needs_block(seq)
 
     def may_append(self, seq: Sequence) -> None:
-        """Take one more page for `seq` if its last token needs it (said once a page)."""
+        """Take one more page for `seq` if its last token needs it; told to the observer only then."""
         if self.needs_block(seq):
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)
@@ -148,7 +149,7 @@ class BlockManager:
         for index in range(first, stop):
             block_id, chain_hash = seq.block_table[index], self._chain_hash(seq, index)
             if chain_hash in self.cached_blocks:
-                continue  # computed twice (two equal prompts in one step): the first one counts
+                continue  # computed twice (by equal requests at once, say): the first counts
             self.cached_blocks[chain_hash] = block_id
             self.block_hashes[block_id] = chain_hash
             block_ids.append(block_id)

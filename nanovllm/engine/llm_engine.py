@@ -208,7 +208,7 @@ class LLMEngine:
             raise
         seq_id = self.num_requests
         self.num_requests += 1
-        # An odd factor: different engine seeds give every request a different one.
+        # Times an odd number, modulo 2**64: no two engine seeds give a request the same seed.
         own_seed = (self.config.seed * 0x9E3779B97F4A7C15 + seq_id) % 2**64
         seed = own_seed if params.seed is None else params.seed
         seq = Sequence(seq_id, token_ids, params, seed)

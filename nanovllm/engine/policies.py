@@ -2,8 +2,9 @@
 
 Knows the order in which a step's budget is spent. Does not know queues, pages or budgets from
 within: `Scheduler.continue_prefill`, `admit` and `decode` keep those. A policy of your own is a
-function like these; give it to `Scheduler(policy=...)`.
+function like these: `POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
 
+`decode` comes first or alone, since it may preempt whoever runs, somebody in the batch as well.
 A chunk that is under way must be continued before anybody is admitted: it is the running queue's
 tail, and must stay that until its prefill is complete.
 """

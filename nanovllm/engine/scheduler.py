@@ -7,15 +7,16 @@ vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
     arrivals -> waiting [w0 w1 w2 ...]                 hold no page
                    | admitted, from the head    ^ preempted, to the head
                    v                            |
-                running [r0 r1 ... rN]                 hold pages for all their tokens
+                running [r0 r1 ... rN]                 hold pages for all but the newest token
                                          | eos, max_tokens, max_model_len
                                          v
                                       finished
 
 What goes into a step is a policy's choice (`policies.py`). The default, as in the article: a
-prefill if anybody can be admitted, else a decode; new requests come first, since each one makes
-every later decode step bigger. When a decode runs out of pages, the youngest running sequence (the
-tail) gives up its own, and computes them again later ("preemption by recompute").
+prefill if a prompt is under way or anybody can be admitted, else a decode; new requests come first,
+since each one makes every later decode step bigger. When a decode runs out of pages, the youngest
+running sequence (the tail) gives up its own, and computes them again later ("preemption by
+recompute").
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Scheduler:
     # What a policy is made of: each of these adds to the batch what the budgets allow.
 
     def continue_prefill(self, batch: Batch) -> None:
-        """Compute the next chunk of a prompt that was longer than the budget.
+        """Compute the next chunk of a prompt that was longer than what was left of a step's budget.
 
         Nobody was admitted after it, since it had used the budget up: it is the running queue's
         tail.
@@ -144,13 +145,20 @@ class Scheduler:
         Args:
             batch: the step's work so far.
             chunk_any: cut any prompt that does not fit into what is left of the budget. Else only
-                a step's first prompt is cut; another waits for a step that it fits into.
+                a step's first prompt is cut; another waits for a step that it fits into, or in
+                which it comes first.
         """
         while self.waiting and self._admit_head(batch, chunk_any):
             batch.add(self.running[-1])
 
     def decode(self, batch: Batch) -> None:
-        """Compute one token for each running sequence, preempting the youngest if pages run out."""
+        """Compute one token for each running sequence, preempting the youngest if pages run out.
+
+        Raises:
+            ValueError: the batch holds something already, which might have to be preempted.
+        """
+        if batch:
+            raise ValueError("a policy must call decode() before anything else fills the batch")
         index = 0
         while index < len(self.running) and batch.token_budget:
             seq = self.running[index]
@@ -160,14 +168,14 @@ class Scheduler:
             while not self.block_manager.can_append(seq):
                 victim = self.running.pop()
                 self._preempt(victim, for_seq=seq)
-                if victim is seq:
+                if victim is seq:  # it was the last one: nobody is left to make room
                     break
-            else:
+            else:  # there is room
                 self.block_manager.may_append(seq)
                 batch.add(seq)
 
     def hold(self, reason: str) -> None:
-        """Admit nobody in this step, because the policy says so."""
+        """Say that the policy admits nobody in this step (not calling `admit` keeps them out)."""
         if self.waiting:
             head, num_running = self.waiting[0], len(self.running)
             self.observer.admission_stop(self, head, reason, num_running, 0)

@@ -7,7 +7,8 @@ pool the pages come from. vLLM's counterpart is `vllm/v1/request.py`.
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
 
-A WAITING sequence holds no page; a RUNNING one holds the pages of all its tokens.
+A WAITING sequence holds no page; a RUNNING one holds the pages of all its tokens, except perhaps of
+the one that was sampled last.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ SCENARIOS: dict[str, Scenario] = {
             (_QUESTION, _QUESTION),
             (Arrival(_QUESTION, before_step=5), Arrival(_QUESTION, before_step=None)),
             max_tokens=64,
-            config={"kvcache_block_size": 4},
+            config={"kvcache_block_size": 4, "num_kvcache_blocks": 128},
         ),
         # A budget of 8 tokens a step: prompts of 11 and 17 tokens are computed in pieces.
         Scenario(

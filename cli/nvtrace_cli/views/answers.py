@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rich.padding import Padding
 from rich.text import Text
 
 from nvtrace_cli.views.console import make_console
@@ -17,6 +18,8 @@ from nvtrace_cli.views.text import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from rich.console import Console, RenderableType
 
     from nvtrace.catalog import Catalog
     from nvtrace.scenarios import Answer
@@ -35,7 +38,10 @@ def print_answers(answers: Sequence[Answer], catalog: Catalog, *, is_quiet: bool
         if not is_quiet:
             console.print(_heading(answer, catalog), soft_wrap=True)
         text = answer.output["text"] or answer.output["error"] or ""
-        console.print(Text(escape_lines(text)), soft_wrap=True)
+        console.print(*(_lines(text, console)), sep="\n", soft_wrap=True)
+        if answer.output["finish_reason"] == "length":
+            cut = catalog.ui("answer_cut", num_tokens=len(answer.output["token_ids"]))
+            make_console(stderr=True).print(Text(cut, style="quiet"))
         if not is_quiet and index + 1 < len(answers):
             console.print()
 
@@ -53,6 +59,14 @@ def _heading(answer: Answer, catalog: Catalog) -> Text:
     return Text.assemble(
         (who, "label"), "  ", (escape(answer.message), "heading"), "  ", (facts, "quiet")
     )
+
+
+def _lines(text: str, console: Console) -> list[RenderableType]:
+    """The lines of an answer: wrapped between words on a terminal, as they are elsewhere."""
+    lines = escape_lines(text).split("\n")
+    if console.is_terminal:
+        return [Prose((line, "")) for line in lines]
+    return [Text(line) for line in lines]
 
 
 def escape_lines(text: str) -> str:
@@ -77,4 +91,4 @@ def print_scenarios(names: Iterable[str], catalog: Catalog) -> None:
     for name in names:
         title, story = catalog.scenario(name)
         console.print(Text.assemble((name, "heading"), "  ", title))
-        console.print(Prose((story, "quiet")))
+        console.print(Padding(Prose((story, "quiet")), (0, 0, 0, 2)))

@@ -136,7 +136,10 @@ def _stop(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 def _pages(row: Row, catalog: Catalog) -> Iterator[Note]:
     """Page counts over all steps of the row. What a prefill takes is seen in the free pages."""
+    shared = sum(step.pages.num_reused - step.pages.num_revived for step in row.steps)
     counts = (
+        ("shared", shared),
+        ("revived", sum(step.pages.num_revived for step in row.steps)),
         ("taken", sum(step.pages.num_taken for step in row.steps if step.phase == "decode")),
         ("published", sum(step.pages.num_published for step in row.steps)),
         ("evicted", sum(step.pages.num_evicted for step in row.steps)),

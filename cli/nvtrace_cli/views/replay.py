@@ -109,6 +109,7 @@ class Replay:
         console = make_console()
         is_animated = self.speed is not None and is_terminal() and not as_json
         pacer = Pacer(self.speed) if is_animated and self.speed is not None else None
+        is_any_picked = False
         for record in self._records():
             if isinstance(record, Header | Footer):
                 if as_json and self.selection.is_everything:
@@ -116,6 +117,7 @@ class Replay:
                 continue
             if not self.selection.picks_event(record):
                 continue
+            is_any_picked = True
             if pacer is not None:
                 pacer.wait_until(getattr(record, "ts_ns", None))
             if as_json:
@@ -124,6 +126,8 @@ class Replay:
                 console.print(_coloured(log_line(record, self.catalog)), soft_wrap=True)
             else:
                 print_line(log_line(record, self.catalog))
+        if not is_any_picked:
+            self.warn("no event of the trace is picked by these options")
 
     def _records(self) -> Iterator[Record]:
         return read_trace(self.source, warn=self.warn)

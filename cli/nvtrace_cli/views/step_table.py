@@ -39,6 +39,8 @@ def step_table(rows: Iterable[Row], catalog: Catalog) -> Table:
     table = Table(
         title=Text(catalog.ui("steps_title"), style="heading"),
         title_justify="left",
+        caption=Text(catalog.ui("steps_key"), style="quiet"),
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
         show_edge=False,

@@ -101,7 +101,8 @@ def run(
     else:
         view.print_answers(answers, catalog, is_quiet=quiet)
     if not quiet:
-        command = "nvtrace" if which("nvtrace") else sys.argv[0]  # .venv/bin/nvtrace, say
+        is_hidden = not which("nvtrace") and which(sys.argv[0])  # .venv/bin/nvtrace, say
+        command = sys.argv[0] if is_hidden else "nvtrace"
         say(catalog.ui("run_next", trace=out, command=command))
 
 

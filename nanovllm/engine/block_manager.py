@@ -130,7 +130,7 @@ class BlockManager:
         return bool(self.free_blocks) or not self.needs_block(seq)
 
     def may_append(self, seq: Sequence) -> None:
-        """Take one more page for `seq` if its last token needs it; told to the observer only then."""
+        """Take one more page for `seq`, if its last token needs it."""
         if self.needs_block(seq):
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)

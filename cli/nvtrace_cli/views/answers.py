@@ -39,7 +39,7 @@ def print_answers(answers: Sequence[Answer], catalog: Catalog, *, is_quiet: bool
             console.print(_heading(answer, catalog), soft_wrap=True)
         text = answer.output["text"] or answer.output["error"] or ""
         console.print(*(_lines(text, console)), sep="\n", soft_wrap=True)
-        if answer.output["finish_reason"] == "length":
+        if not is_quiet and answer.output["finish_reason"] == "length":
             cut = catalog.ui("answer_cut", num_tokens=len(answer.output["token_ids"]))
             make_console(stderr=True).print(Text(cut, style="quiet"))
         if not is_quiet and index + 1 < len(answers):

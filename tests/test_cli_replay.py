@@ -214,7 +214,9 @@ def test_the_key_events_tell_the_story_of_a_preemption(
 ) -> None:
     rows = plain_rows(call(capsys, "replay", folder / "crowded.jsonl", "--plain"))
     story = {row["first_step"]: row["key_event"] for row in rows}
-    assert story["11"].startswith("seq 3 preempted for seq 0: pages back 5, up to 20 tokens to redo")
+    assert story["11"].startswith(
+        "seq 3 preempted for seq 0: pages back 5, up to 20 tokens to redo"
+    )
     assert story["12"].startswith("seq 3 waits: pages needed 6, free 2")
     assert story["15"].startswith("seq 2 preempts itself")
     assert "seq 2: 8 of 25 tokens cached; seqs 2, 3 recomputed" in story["25"]

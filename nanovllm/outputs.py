@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _FINISH_REASONS = {
     "eos": "stop",
+    "stop_token": "stop",
+    "stop_string": "stop",
     "max_tokens": "length",
     "max_model_len": "length",
     "aborted": "abort",
@@ -24,7 +26,11 @@ class RequestOutput(TypedDict):
 
     `finish_reason` is vLLM's word: "stop", "length" or "abort"; and "refused" for a request that
     could never fit, with `error` saying why and no seq_id. `reason` is the trace's, which tells
-    more: "eos", "max_tokens", "max_model_len", "aborted", "prompt_too_long", "never_fits".
+    more: "eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted",
+    "prompt_too_long", "never_fits".
+
+    `text` leaves special tokens out, and ends before a stop string; `token_ids` holds every
+    generated token, those of the stop string included.
     """
 
     seq_id: int | None

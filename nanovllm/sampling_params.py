@@ -7,8 +7,12 @@ token is drawn (`layers/sampler.py`). The names and meanings are vLLM's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanovllm.utils.options import real_number, truth, whole_number
+from nanovllm.utils.options import real_number, texts, truth, whole_number, whole_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,9 @@ class SamplingParams:
         temperature: 0 takes the most likely token (greedy, lowest id on ties); larger is bolder.
         max_tokens: the request ends after this many generated tokens, at least 1.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
+        stop_token_ids: the request also ends after each of these, whatever `ignore_eos` says.
+        stop: a string, or several. The request ends when its text holds one of them; the text that
+            comes out ends before it. Special tokens are no text.
         top_k: draw among the k most likely tokens only; None means all.
         top_p: draw among the fewest tokens whose probabilities reach this sum, in (0, 1].
         seed: the same seed gives the same tokens, whoever shares the batch; None lets the engine
@@ -35,6 +42,8 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int | None = None
+    stop_token_ids: Sequence[int] | None = None
+    stop: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         def keep(name: str, value: object) -> None:
@@ -45,6 +54,8 @@ class SamplingParams:
         keep("top_p", real_number("top_p", self.top_p, low=0, high=1, with_low=False))
         keep("max_tokens", whole_number("max_tokens", self.max_tokens, at_least=1, below=2**31))
         keep("ignore_eos", truth("ignore_eos", self.ignore_eos))
+        keep("stop_token_ids", whole_numbers("stop_token_ids", self.stop_token_ids))
+        keep("stop", texts("stop", self.stop))
         if self.top_k is not None:
             keep("top_k", whole_number("top_k", self.top_k, at_least=1, below=2**31))
         if self.seed is not None:

@@ -23,7 +23,7 @@ HOUSE_FILES = sorted(
     for file in folder.rglob("*.py")
     if "assets" not in file.parts
 )
-MAX_ENGINE_LINES = 2400
+MAX_ENGINE_LINES = 2700
 MAX_FILE_LINES = 300
 CATALOGUES = {"events.py", "recorder.py"}  # flat lists, one entry an event: looked up, not read
 

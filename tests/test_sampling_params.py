@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ LEGAL: dict[str, list[Any]] = {
     "top_k": [None, 1, 50, 10**6],
     "top_p": [1e-9, 0.5, 1, 1.0],
     "seed": [None, 0, 1, 2**64 - 1],
+    "stop_token_ids": [(), (3,), (3, 4, 3)],
+    "stop": [(), ("w5",), ("a", "\n\n", "</s>")],
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "temperature": [-0.1, -1, 1e7, 10**400, math.nan, math.inf, -math.inf],
@@ -32,6 +35,8 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "top_k": [0, -1, 2**31],
     "top_p": [0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf],
     "seed": [-1, 2**64],
+    "stop_token_ids": [[-1], [3, -1], [2**31]],
+    "stop": ["", [""], ["a", ""]],
 }
 OF_WRONG_TYPE: dict[str, list[Any]] = {
     "temperature": ["0.6", None, True, [0.6], 1j],
@@ -40,6 +45,8 @@ OF_WRONG_TYPE: dict[str, list[Any]] = {
     "top_k": [1.5, 5.0, "5", True, [5]],
     "top_p": ["0.9", None, True, [0.9], 1j],
     "seed": [1.5, 3.0, "5", True, [5]],
+    "stop_token_ids": [3, "3", [1.5], [True], [None], {3}],
+    "stop": [3, True, [3], [None], {"a"}, b"a"],
 }
 
 
@@ -73,7 +80,7 @@ def test_a_legal_value_is_kept(name: str, value: object) -> None:
 def test_a_value_out_of_range_is_a_value_error_that_names_the_option(
     name: str, value: object
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be .*{str(value)[:4]}"):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*{re.escape(str(value)[:4])}"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 

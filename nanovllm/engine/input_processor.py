@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanovllm.errors import TokenizerError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,9 +62,20 @@ class InputProcessor:
             raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
         if not token_ids:
             raise ValueError("a prompt must have at least one token; this one is empty")
-        for token_id in token_ids:
+        for token_id in (*token_ids, *(sampling_params.stop_token_ids or ())):
             self._check_token_id(token_id)
+        if sampling_params.stop:
+            self._check_text_goes_out()
         return token_ids, sampling_params
+
+    def _check_text_goes_out(self) -> None:
+        """Raise TokenizerError if no text can be made token by token."""
+        if not self.tokenizer.exists:
+            raise TokenizerError(
+                f"stop strings need a tokenizer, and {self.tokenizer.folder} holds none: add "
+                "tokenizer.json and tokenizer_config.json, or use stop_token_ids"
+            )
+        self.tokenizer.token_bytes(0)
 
     def _check_token_id(self, token_id: object) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):

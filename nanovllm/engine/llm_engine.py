@@ -14,6 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -60,6 +61,7 @@ class LLMEngine:
         self.model_runner = ModelRunner(self.config, self.model_config, self.observer)
         self.tokenizer = Tokenizer(self.config.model)
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
+        self.output_processor = OutputProcessor(self.tokenizer)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks,
@@ -112,7 +114,8 @@ class LLMEngine:
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
             token_ids = self.model_runner.run(batch)
-            finished = self.scheduler.postprocess(batch, token_ids)
+            stopped = self.output_processor.process(batch.sampled_seqs, token_ids)
+            finished = self.scheduler.postprocess(batch, token_ids, stopped)
             self.observer.step_end(batch, finished, self.scheduler)
             return [self._output(seq) for seq in finished]
 
@@ -198,6 +201,7 @@ class LLMEngine:
                 self.observer.engine_error(error)
                 self.scheduler.reset(list(self.requests.values()))
                 self.requests.clear()
+            self.output_processor.reset()
             raise
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
@@ -213,11 +217,12 @@ class LLMEngine:
         seed = own_seed if params.seed is None else params.seed
         seq = Sequence(seq_id, token_ids, params, seed)
         self.requests[seq_id] = seq
+        self.output_processor.add(seq)
         self.scheduler.add(seq)
         return seq_id
 
     def _output(self, seq: Sequence) -> RequestOutput:
         del self.requests[seq.seq_id]
-        text = self.tokenizer.decode(seq.completion_token_ids)
+        text = self.output_processor.finish(seq)
         self.observer.request_output(seq, text)
         return finished_output(seq, text)

@@ -8,7 +8,7 @@ vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
                    | admitted, from the head    ^ preempted, to the head
                    v                            |
                 running [r0 r1 ... rN]                 hold pages for all but the newest token
-                                         | eos, max_tokens, max_model_len
+                                         | eos, stop_token, stop_string, max_tokens, max_model_len
                                          v
                                       finished
 
@@ -30,7 +30,7 @@ from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanovllm.errors import RequestRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Container
 
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.observer import Observer
@@ -180,12 +180,15 @@ class Scheduler:
             head, num_running = self.waiting[0], len(self.running)
             self.observer.admission_stop(self, head, reason, num_running, 0)
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(
+        self, batch: Batch, token_ids: list[int], stopped: Container[Sequence] = ()
+    ) -> list[Sequence]:
         """Take in what the model computed.
 
         Args:
             batch: what `schedule` returned.
             token_ids: one sampled token for each of `batch.sampled_seqs`.
+            stopped: those whose text has reached a stop string with this token.
 
         Returns:
             The sequences that ended in this step.
@@ -197,7 +200,7 @@ class Scheduler:
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
             seq.append_token(token_id)
-            reason = self._finish_reason(seq, token_id)
+            reason = "stop_string" if seq in stopped else self._finish_reason(seq, token_id)
             if reason is not None:
                 self.running.remove(seq)
                 self._finish(seq, reason)
@@ -208,6 +211,8 @@ class Scheduler:
         params = seq.sampling_params
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return "eos"
+        if params.stop_token_ids and token_id in params.stop_token_ids:
+            return "stop_token"
         if seq.num_completion_tokens >= params.max_tokens:
             return "max_tokens"
         if seq.num_tokens >= self.max_model_len:

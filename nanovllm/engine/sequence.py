@@ -3,7 +3,7 @@
 Knows its tokens, its pages and how far its KV cache reaches. Does not know queues, budgets or the
 pool the pages come from. vLLM's counterpart is `vllm/v1/request.py`.
 
-    WAITING --admitted--> RUNNING --eos | max_tokens | max_model_len--> FINISHED
+    WAITING --admitted--> RUNNING --eos, max_tokens ... (FinishReason)--> FINISHED
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nanovllm.sampling_params import SamplingParams
 
-FinishReason = Literal["eos", "max_tokens", "max_model_len", "aborted"]
+FinishReason = Literal["eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted"]
 
 
 class SequenceStatus(StrEnum):

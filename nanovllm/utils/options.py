@@ -25,6 +25,42 @@ def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
     return number
 
 
+def whole_numbers(name: str, value: object) -> tuple[int, ...]:
+    """Return `value`, a list of whole numbers from 0 on, as a tuple; () for None.
+
+    Raises:
+        TypeError: it is no list, or something in it is no whole number.
+        ValueError: one of them is negative, or huge.
+    """
+    wrong = f"{name} must be a list of whole numbers from 0 on, not {value!r}"
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(wrong)
+    try:
+        return tuple(whole_number(name, each, at_least=0, below=2**31) for each in value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(wrong) from None
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """Return `value`, a string or a list of strings, as a tuple; () for None.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: one of them is empty, and so part of every text.
+    """
+    wrong = f"{name} must be a string or a list of strings, none of them empty, not {value!r}"
+    if value is None:
+        return ()
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) for text in found):
+        raise TypeError(wrong)
+    if not all(found):
+        raise ValueError(wrong)
+    return tuple(found)
+
+
 def real_number(name: str, value: object, *, low: float, high: float, with_low: bool) -> float:
     """Return `value` as a float.
 

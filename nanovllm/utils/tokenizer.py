@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import TokenizerError
+from nanovllm.utils.byte_level import ByteLevelVocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +81,20 @@ class Tokenizer:
         if not self.exists:
             return ""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    @cached_property
+    def _vocabulary(self) -> ByteLevelVocabulary:
+        return ByteLevelVocabulary(self._tokenizer.backend_tokenizer)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; b"" for a special token.
+
+        A folder without any tokenizer file has no text: b"".
+
+        Raises:
+            TokenizerError: the tokenizer is no byte-level one.
+        """
+        return self._vocabulary[token_id] if self.exists else b""
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end-of-sequence token, if it names one."""

@@ -172,12 +172,22 @@ class FakeRunner:
         assert held == digests(seq.token_ids[:length]), f"{seq} would attend to a wrong slot"
 
 
+def text_of(token_ids: list[int]) -> str:
+    """One letter a token."""
+    return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
 class _FakeTokenizer:
+    exists = True
+
     def __init__(self, _folder: str) -> None:
         pass
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return text_of([token_id]).encode()
+
     def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+        return text_of(token_ids)
 
 
 def _pass_by(_moment: Moment, _batch: Batch) -> None:

@@ -21,6 +21,7 @@ from support.fake_runner import (
     digests,
     make_engine,
     next_token,
+    text_of,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Request:
     ignore_eos: bool = True
     arrival: int = 0
     abort: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def answer(self, max_model_len: int = 1000) -> tuple[list[int], FinishReason]:
         """What must come out, whatever else runs."""
@@ -58,8 +61,12 @@ class Request:
         while True:
             tokens.append(next_token(digests(tokens)[-1]))
             completion = tokens[len(self.prompt) :]
+            if self.stop and text_of(completion).endswith(self.stop):
+                return completion, "stop_string"
             if completion[-1] in EOS_TOKEN_IDS and not self.ignore_eos:
                 return completion, "eos"
+            if completion[-1] in self.stop_token_ids:
+                return completion, "stop_token"
             if len(completion) == self.max_tokens:
                 return completion, "max_tokens"
             if len(tokens) == max_model_len:
@@ -94,6 +101,8 @@ def _requests(draw: st.DrawFn, stem: list[int], *, with_aborts: bool) -> Request
         ignore_eos=draw(st.sampled_from([True, True, False])),
         arrival=draw(st.integers(0, 8)),
         abort=draw(st.none() | st.none() | st.integers(0, 16)) if with_aborts else None,
+        stop_token_ids=draw(st.just(()) | st.sampled_from([(3,), (1, 6)])),
+        stop=draw(st.just(()) | st.sampled_from([("c",), ("ab", "ba"), ("bbb",)])),
     )
 
 
@@ -173,7 +182,11 @@ class Run:
 
     def _add(self, index: int, request: Request) -> None:
         params = SamplingParams(
-            temperature=0, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos
+            temperature=0,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=request.stop_token_ids,
+            stop=request.stop,
         )
         try:
             seq_id = self.engine.add_request(request.prompt, params)

@@ -162,6 +162,8 @@ class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
     ignore_eos: bool
     waiting_len: int
     prompt_token_ids: list[int]
+    stop_token_ids: list[int] | None = None
+    stop: list[str] | None = None
 
     log_fields = ("prompt_len", "seq_id", "max_tokens")
 
@@ -271,7 +273,16 @@ class Preempt(Event, frozen=True, kw_only=True, tag="PREEMPT"):
 class StateTransition(Event, frozen=True, kw_only=True, tag="STATE_TRANSITION"):
     """A sequence changed its status, and so its queue."""
 
-    reason: Literal["admitted", "preempted", "eos", "max_tokens", "max_model_len", "aborted"]
+    reason: Literal[
+        "admitted",
+        "preempted",
+        "eos",
+        "stop_token",
+        "stop_string",
+        "max_tokens",
+        "max_model_len",
+        "aborted",
+    ]
     seq_id: int
     previous: Status
     status: Status
@@ -444,7 +455,7 @@ class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
     """An ended request's text."""
 
     seq_id: int
-    reason: Literal["eos", "max_tokens", "max_model_len", "aborted"]
+    reason: Literal["eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted"]
     num_prompt_tokens: int
     num_completion_tokens: int
     text: str

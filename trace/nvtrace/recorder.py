@@ -215,6 +215,8 @@ class Recorder(Observer):
             top_p=float(params.top_p),
             seed=seq.seed,
             ignore_eos=params.ignore_eos,
+            stop_token_ids=list(params.stop_token_ids or ()) or None,
+            stop=list(params.stop or ()) or None,
             waiting_len=waiting_len,
             prompt_token_ids=list(seq.token_ids),
         )

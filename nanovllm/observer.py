@@ -56,7 +56,7 @@ class Observer:
     # -- ingress, egress -------------------------------------------------------------------------
 
     def generate_start(self, num_prompts: int) -> None:
-        """`generate` was called with so many prompts."""
+        """`generate` or `stream` was called with so many prompts."""
 
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
         """A request joined the waiting queue's tail; so many wait now."""
@@ -71,7 +71,7 @@ class Observer:
         """An ended request's tokens were turned into text."""
 
     def generate_finish(self, num_outputs: int) -> None:
-        """`generate` returns."""
+        """`generate` returns, or `stream` has come to its end."""
 
     def engine_error(self, error: BaseException) -> None:
         """An exception leaves the engine."""

@@ -42,6 +42,24 @@ class RequestOutput(TypedDict):
     error: str | None
 
 
+class StreamOutput(TypedDict):
+    """What is new of one request, while it streams.
+
+    `delta` continues the text: all deltas together are the `text` that generate() would return.
+    `token_ids` are all tokens so far. `index` is the request's place among the prompts; None for
+    one that add_request() brought in meanwhile. `finish_reason`, `reason` and `error` are those of
+    RequestOutput, and None until the request's last output.
+    """
+
+    seq_id: int | None
+    index: int | None
+    delta: str
+    token_ids: list[int]
+    finish_reason: str | None
+    reason: str | None
+    error: str | None
+
+
 def finished_output(seq: Sequence, text: str) -> RequestOutput:
     """The output of a request that has ended."""
     reason = str(seq.finish_reason)
@@ -66,4 +84,31 @@ def refused_output(num_prompt_tokens: int, error: RequestRefusedError) -> Reques
         reason=error.reason,
         num_prompt_tokens=num_prompt_tokens,
         error=str(error),
+    )
+
+
+def stream_output(seq: Sequence, delta: str, index: int | None) -> StreamOutput:
+    """What is new of a request that was queued."""
+    reason = seq.finish_reason
+    return StreamOutput(
+        seq_id=seq.seq_id,
+        index=index,
+        delta=delta,
+        token_ids=seq.completion_token_ids,
+        finish_reason=None if reason is None else _FINISH_REASONS[reason],
+        reason=reason,
+        error=None,
+    )
+
+
+def refused_stream_output(index: int, refused: RequestOutput) -> StreamOutput:
+    """The only output of a request that was never queued."""
+    return StreamOutput(
+        seq_id=None,
+        index=index,
+        delta="",
+        token_ids=[],
+        finish_reason=refused["finish_reason"],
+        reason=refused["reason"],
+        error=refused["error"],
     )

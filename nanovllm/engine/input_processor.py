@@ -65,15 +65,15 @@ class InputProcessor:
         for token_id in (*token_ids, *(sampling_params.stop_token_ids or ())):
             self._check_token_id(token_id)
         if sampling_params.stop:
-            self._check_text_goes_out()
+            self.check_detokenizable("stop strings need")
         return token_ids, sampling_params
 
-    def _check_text_goes_out(self) -> None:
+    def check_detokenizable(self, need: str) -> None:
         """Raise TokenizerError if no text can be made token by token."""
         if not self.tokenizer.exists:
             raise TokenizerError(
-                f"stop strings need a tokenizer, and {self.tokenizer.folder} holds none: add "
-                "tokenizer.json and tokenizer_config.json, or use stop_token_ids"
+                f"{need} a tokenizer, and {self.tokenizer.folder} holds none: add "
+                "tokenizer.json and tokenizer_config.json"
             )
         self.tokenizer.token_bytes(0)
 

@@ -21,14 +21,23 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
 from nanovllm.models.config import ModelConfig
 from nanovllm.observer import SILENT, Observer
-from nanovllm.outputs import RequestOutput, finished_output, refused_output
+from nanovllm.outputs import (
+    RequestOutput,
+    StreamOutput,
+    finished_output,
+    refused_output,
+    refused_stream_output,
+    stream_output,
+)
 from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from nanovllm.sampling_params import SamplingParams
+
+    Request = tuple[list[int], SamplingParams]
 
 Prompt = str | list[int]
 
@@ -158,11 +167,7 @@ class LLMEngine:
             RequestRefusedError: every single request was refused.
             RuntimeError: requests from `add_request` are unfinished.
         """
-        if not self.is_finished():
-            raise RuntimeError(
-                f"{len(self.requests)} requests from add_request() are unfinished: "
-                "run step() until is_finished(), or abort() them, before generate()"
-            )
+        self._check_idle()
         requests = self.input_processor.batch(prompts, sampling_params)
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
@@ -172,22 +177,56 @@ class LLMEngine:
         self.observer.generate_finish(num_outputs)
         return outputs
 
-    def _run(self, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}  # place among the prompts -> output
-        place_of: dict[int | None, int] = {}  # seq_id -> place
-        refusal: RequestRefusedError | None = None
-        for place, (token_ids, params) in enumerate(requests):
-            try:
-                place_of[self._enqueue(token_ids, params)] = place
-            except RequestRefusedError as error:
-                refusal = error
-                outputs[place] = refused_output(len(token_ids), error)
-        if refusal is not None and not place_of:
-            raise refusal
+    def stream(
+        self,
+        prompts: list[Prompt] | list[str] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Generator[StreamOutput, None, None]:
+        """Run all prompts to their ends, and say what is new after each step.
+
+        Between two outputs, requests may be added and aborted: the stream tells of them too. It
+        ends when all requests have; closing it earlier aborts those that have not.
+
+        Args:
+            prompts: as for `generate`. They are checked at once, and queued when the first output
+                is asked for.
+            sampling_params: as for `generate`.
+
+        Yields:
+            After each step, an output for each request that got new text or has ended.
+
+        Raises:
+            As `generate`; and TokenizerError, if tokens cannot be turned into text one by one.
+        """
+        self._check_idle()
+        self.input_processor.check_detokenizable("streaming needs")
+        return self._stream(self.input_processor.batch(prompts, sampling_params))
+
+    def _run(self, requests: list[Request]) -> list[RequestOutput]:
+        place_of, outputs = self._enqueue_all(requests)
         while not self.is_finished():
             for output in self.step():
                 outputs[place_of[output["seq_id"]]] = output
         return [outputs[place] for place in range(len(requests))]
+
+    def _stream(self, requests: list[Request]) -> Generator[StreamOutput, None, None]:
+        self._check_idle()
+        num_prompts = len(requests)
+        self.observer.generate_start(num_prompts)
+        with self.output_processor.streaming(), self._aborting_the_rest():
+            place_of, refused = self._enqueue_all(requests)
+            num_outputs = len(refused)
+            for place, output in refused.items():
+                yield refused_stream_output(place, output)
+            while not self.is_finished() or self.output_processor.has_news:
+                self.step()  # nothing, if an abort() is the only news
+                news = self.output_processor.take_news()
+                # Made before the first is given out: what happens during a yield is news again.
+                new_outputs = [stream_output(*item, place_of.get(item[0].seq_id)) for item in news]
+                for new_output in new_outputs:
+                    num_outputs += new_output["finish_reason"] is not None
+                    yield new_output
+        self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -197,12 +236,47 @@ class LLMEngine:
         try:
             yield
         except BaseException as error:
-            if self.requests:  # not yet cleared further in
+            seqs = list(self.requests.values())
+            if seqs:  # not yet cleared further in
                 self.observer.engine_error(error)
-                self.scheduler.reset(list(self.requests.values()))
+                self.scheduler.reset(seqs)
                 self.requests.clear()
-            self.output_processor.reset()
+            self.output_processor.reset(seqs)
             raise
+
+    @contextmanager
+    def _aborting_the_rest(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for seq_id in [*self.requests]:
+                self.abort(seq_id)
+
+    def _check_idle(self) -> None:
+        if self.output_processor.is_streaming:
+            raise RuntimeError("a stream() is open: run it to its end or close() it first")
+        if not self.is_finished():
+            raise RuntimeError(
+                f"{len(self.requests)} requests from add_request() are unfinished: run step() "
+                "until is_finished(), or abort() them, before generate() or stream()"
+            )
+
+    def _enqueue_all(
+        self, requests: list[Request]
+    ) -> tuple[dict[int | None, int], dict[int, RequestOutput]]:
+        """Returns seq_id -> place among the prompts, and place -> output of those refused."""
+        place_of: dict[int | None, int] = {}
+        refused: dict[int, RequestOutput] = {}
+        refusal: RequestRefusedError | None = None
+        for place, (token_ids, params) in enumerate(requests):
+            try:
+                place_of[self._enqueue(token_ids, params)] = place
+            except RequestRefusedError as error:
+                refusal = error
+                refused[place] = refused_output(len(token_ids), error)
+        if refusal is not None and not place_of:
+            raise refusal
+        return place_of, refused
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         try:

@@ -7,11 +7,14 @@ counterpart is `vllm/v1/engine/output_processor.py`.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nanovllm.engine.sequence import Sequence
     from nanovllm.utils.tokenizer import Tokenizer
 
@@ -26,11 +29,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.detokenizers: dict[int, Detokenizer] = {}  # by seq_id
+        self.is_streaming = False
+        self._news: dict[int, tuple[Sequence, Detokenizer]] = {}  # since `take_news`, by seq_id
 
     def add(self, seq: Sequence) -> None:
         """A request was queued."""
-        stop = seq.sampling_params.stop
-        if stop:
+        stop = seq.sampling_params.stop or ()
+        if stop or self.is_streaming:
             self.detokenizers[seq.seq_id] = Detokenizer(self.tokenizer.token_bytes, stop)
 
     def process(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
@@ -44,8 +49,11 @@ class OutputProcessor:
         stopped = []
         for seq, token_id in zip(seqs, token_ids, strict=True):
             detokenizer = self.detokenizers.get(seq.seq_id)
-            if detokenizer is not None and detokenizer.add(token_id):
+            if detokenizer is None:
+                continue
+            if detokenizer.add(token_id):
                 stopped.append(seq)
+            self._note(seq, detokenizer)
         return stopped
 
     def finish(self, seq: Sequence) -> str:
@@ -54,8 +62,41 @@ class OutputProcessor:
         if detokenizer is None:
             return self.tokenizer.decode(seq.completion_token_ids)
         detokenizer.finish()
+        self._note(seq, detokenizer)
         return detokenizer.text
 
-    def reset(self) -> None:
-        """Forget every request."""
+    def reset(self, seqs: list[Sequence]) -> None:
+        """`seqs` were ended by an exception, and no request is left."""
+        for seq in seqs:
+            detokenizer = self.detokenizers.get(seq.seq_id)
+            if detokenizer is not None:
+                detokenizer.finish()
+                self._note(seq, detokenizer)
         self.detokenizers.clear()
+
+    # -- streaming -------------------------------------------------------------------------------
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Within this, the text of every request that is queued is made token by token."""
+        self.is_streaming = True
+        try:
+            yield
+        finally:
+            self.is_streaming = False
+            self._news.clear()
+
+    @property
+    def has_news(self) -> bool:
+        """May `take_news` have something?"""
+        return bool(self._news)
+
+    def take_news(self) -> list[tuple[Sequence, str]]:
+        """The requests that got new text or ended since the last call, each with that text."""
+        news = [(seq, detokenizer.take()) for seq, detokenizer in self._news.values()]
+        self._news.clear()
+        return [(seq, delta) for seq, delta in news if delta or seq.is_finished]
+
+    def _note(self, seq: Sequence, detokenizer: Detokenizer) -> None:
+        if self.is_streaming:
+            self._news[seq.seq_id] = seq, detokenizer

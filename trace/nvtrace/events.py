@@ -140,7 +140,7 @@ class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
 
 
 class GenerateStart(Event, frozen=True, kw_only=True, tag="GENERATE_START"):
-    """`generate` was called."""
+    """`generate` or `stream` was called."""
 
     reason: Literal["batch_submitted"] = "batch_submitted"
     n_prompts: int
@@ -464,7 +464,7 @@ class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
 
 
 class GenerateFinish(Event, frozen=True, kw_only=True, tag="GENERATE_FINISH"):
-    """`generate` returns."""
+    """`generate` returns, or `stream` has come to its end."""
 
     reason: Literal["queues_empty"] = "queues_empty"
     total_steps: int

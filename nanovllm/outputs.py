@@ -30,12 +30,15 @@ class RequestOutput(TypedDict):
     "prompt_too_long", "never_fits".
 
     `text` leaves special tokens out, and ends before a stop string; `token_ids` holds every
-    generated token, those of the stop string included.
+    generated token, those of the stop string included. `logprobs` is None unless the sampling
+    params ask for it; else, for each of `token_ids`, token id -> log-probability: that token's own
+    first, then the likeliest tokens', likeliest first.
     """
 
     seq_id: int | None
     text: str
     token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
     finish_reason: str
     reason: str
     num_prompt_tokens: int
@@ -46,15 +49,16 @@ class StreamOutput(TypedDict):
     """What is new of one request, while it streams.
 
     `delta` continues the text: all deltas together are the `text` that generate() would return.
-    `token_ids` are all tokens so far. `index` is the request's place among the prompts; None for
-    one that add_request() brought in meanwhile. `finish_reason`, `reason` and `error` are those of
-    RequestOutput, and None until the request's last output.
+    `token_ids` are all tokens so far, and `logprobs` theirs. `index` is the request's place among
+    the prompts; None for one that add_request() brought in meanwhile. `finish_reason`, `reason` and
+    `error` are those of RequestOutput, and None until the request's last output.
     """
 
     seq_id: int | None
     index: int | None
     delta: str
     token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     reason: str | None
     error: str | None
@@ -67,6 +71,7 @@ def finished_output(seq: Sequence, text: str) -> RequestOutput:
         seq_id=seq.seq_id,
         text=text,
         token_ids=seq.completion_token_ids,
+        logprobs=None if seq.logprobs is None else list(seq.logprobs),
         finish_reason=_FINISH_REASONS[reason],
         reason=reason,
         num_prompt_tokens=seq.num_prompt_tokens,
@@ -80,6 +85,7 @@ def refused_output(num_prompt_tokens: int, error: RequestRefusedError) -> Reques
         seq_id=None,
         text="",
         token_ids=[],
+        logprobs=None,
         finish_reason="refused",
         reason=error.reason,
         num_prompt_tokens=num_prompt_tokens,
@@ -95,6 +101,7 @@ def stream_output(seq: Sequence, delta: str, index: int | None) -> StreamOutput:
         index=index,
         delta=delta,
         token_ids=seq.completion_token_ids,
+        logprobs=None if seq.logprobs is None else list(seq.logprobs),
         finish_reason=None if reason is None else _FINISH_REASONS[reason],
         reason=reason,
         error=None,
@@ -108,6 +115,7 @@ def refused_stream_output(index: int, refused: RequestOutput) -> StreamOutput:
         index=index,
         delta="",
         token_ids=[],
+        logprobs=None,
         finish_reason=refused["finish_reason"],
         reason=refused["reason"],
         error=refused["error"],

@@ -26,6 +26,9 @@ class SamplingParams:
         stop_token_ids: the request also ends after each of these, whatever `ignore_eos` says.
         stop: a string, or several. The request ends when its text holds one of them; the text that
             comes out ends before it. Special tokens are no text.
+        logprobs: tell the log-probability of each generated token, and of so many of the likeliest;
+            0 for that token's alone, None for nothing. They are the model's, before temperature,
+            top_k and top_p.
         top_k: draw among the k most likely tokens only; None means all.
         top_p: draw among the fewest tokens whose probabilities reach this sum, in (0, 1].
         seed: the same seed gives the same tokens, whoever shares the batch; None lets the engine
@@ -44,6 +47,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
     stop: Sequence[str] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def keep(name: str, value: object) -> None:
@@ -56,6 +60,8 @@ class SamplingParams:
         keep("ignore_eos", truth("ignore_eos", self.ignore_eos))
         keep("stop_token_ids", whole_numbers("stop_token_ids", self.stop_token_ids))
         keep("stop", texts("stop", self.stop))
+        if self.logprobs is not None:
+            keep("logprobs", whole_number("logprobs", self.logprobs, at_least=0, below=2**31))
         if self.top_k is not None:
             keep("top_k", whole_number("top_k", self.top_k, at_least=1, below=2**31))
         if self.seed is not None:

@@ -61,6 +61,7 @@ def test_an_output_has_every_fact_of_its_request(folder: Path, oracle: Oracle) -
         "seq_id": 0,
         "text": " ".join(f"w{token_id}" for token_id in token_ids),
         "token_ids": token_ids,
+        "logprobs": None,
         "finish_reason": "length",
         "reason": "max_tokens",
         "num_prompt_tokens": 3,

@@ -28,6 +28,7 @@ LEGAL: dict[str, list[Any]] = {
     "seed": [None, 0, 1, 2**64 - 1],
     "stop_token_ids": [(), (3,), (3, 4, 3)],
     "stop": [(), ("w5",), ("a", "\n\n", "</s>")],
+    "logprobs": [None, 0, 1, 20],
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "temperature": [-0.1, -1, 1e7, 10**400, math.nan, math.inf, -math.inf],
@@ -37,6 +38,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "seed": [-1, 2**64],
     "stop_token_ids": [[-1], [3, -1], [2**31]],
     "stop": ["", [""], ["a", ""]],
+    "logprobs": [-1, 2**31],
 }
 OF_WRONG_TYPE: dict[str, list[Any]] = {
     "temperature": ["0.6", None, True, [0.6], 1j],
@@ -47,6 +49,7 @@ OF_WRONG_TYPE: dict[str, list[Any]] = {
     "seed": [1.5, 3.0, "5", True, [5]],
     "stop_token_ids": [3, "3", [1.5], [True], [None], {3}],
     "stop": [3, True, [3], [None], {"a"}, b"a"],
+    "logprobs": [1.0, "1", True, [1]],
 }
 
 

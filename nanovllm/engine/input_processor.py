@@ -64,6 +64,11 @@ class InputProcessor:
             raise ValueError("a prompt must have at least one token; this one is empty")
         for token_id in (*token_ids, *(sampling_params.stop_token_ids or ())):
             self._check_token_id(token_id)
+        if (sampling_params.logprobs or 0) > self.vocab_size:
+            raise ValueError(
+                f"logprobs={sampling_params.logprobs} asks for more tokens than the vocabulary "
+                f"has: at most {self.vocab_size}"
+            )
         if sampling_params.stop:
             self.check_detokenizable("stop strings need")
         return token_ids, sampling_params

@@ -17,6 +17,7 @@ import torch
 from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
 from nanovllm.engine.model_inputs import DecodeInputs, prepare_decode, prepare_prefill
 from nanovllm.layers.attention import Attention, make_attention_backend
+from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, forward_context
@@ -84,6 +85,7 @@ class ModelRunner:
         if not batch.sampled_seqs:  # an unfinished chunk: its logits mean nothing yet
             return []
         token_ids: list[int] = self.sampler(logits, sampling_tensors(batch.sampled_seqs)).tolist()
+        add_logprobs(batch.sampled_seqs, logits, token_ids)
         self.observer.sample_tokens(batch.sampled_seqs, token_ids)
         return token_ids
 
@@ -135,6 +137,15 @@ class ModelRunner:
 
     def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def add_logprobs(seqs: list[Sequence], logits: torch.Tensor, token_ids: list[int]) -> None:
+    """Give the sequences that ask for log-probabilities those of their new tokens."""
+    asked = [seq.sampling_params.logprobs for seq in seqs]
+    for row, found in sampled_logprobs(logits, token_ids, asked).items():
+        logprobs = seqs[row].logprobs
+        if logprobs is not None:
+            logprobs.append(found)
 
 
 def sampling_tensors(seqs: list[Sequence]) -> SamplingTensors:

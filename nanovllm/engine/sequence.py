@@ -46,6 +46,7 @@ class Sequence:
         block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
             preemption, since tokens never change).
         finish_reason: why it ended; None before.
+        logprobs: for each generated token, token id -> log-probability; None if nobody asked.
         seed: what its random draws depend on, beside the position.
     """
 
@@ -53,6 +54,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "finish_reason",
+        "logprobs",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prefill_tokens",
@@ -79,6 +81,9 @@ class Sequence:
         self.num_prefill_tokens = 0
         self.sampling_params = sampling_params
         self.seed = seed
+        self.logprobs: list[dict[int, float]] | None = (
+            None if sampling_params.logprobs is None else []
+        )
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.block_table: list[int] = []

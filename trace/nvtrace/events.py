@@ -164,6 +164,7 @@ class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
     prompt_token_ids: list[int]
     stop_token_ids: list[int] | None = None
     stop: list[str] | None = None
+    logprobs: int | None = None
 
     log_fields = ("prompt_len", "seq_id", "max_tokens")
 

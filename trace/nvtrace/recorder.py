@@ -217,6 +217,7 @@ class Recorder(Observer):
             ignore_eos=params.ignore_eos,
             stop_token_ids=list(params.stop_token_ids or ()) or None,
             stop=list(params.stop or ()) or None,
+            logprobs=params.logprobs,
             waiting_len=waiting_len,
             prompt_token_ids=list(seq.token_ids),
         )

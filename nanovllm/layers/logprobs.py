@@ -1,0 +1,51 @@
+"""Log-probabilities of sampled tokens, and of the likeliest ones.
+
+They are those of the model's own distribution: before temperature, top-k and top-p (vLLM V1's
+default, "raw_logprobs"). Rows that ask for none are not even looked at.
+
+Knows logits and rows. Does not know requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def sampled_logprobs(
+    logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int | None]
+) -> dict[int, dict[int, float]]:
+    """Look up what the rows ask for.
+
+    Args:
+        logits: (num_rows, vocab_size) float32.
+        token_ids: the sampled token of each row.
+        num_logprobs: how many of the likeliest tokens each row wants beside its own; None for
+            nothing at all.
+
+    Returns:
+        row -> token id -> log-probability, the sampled token first and then the likeliest in their
+        order; only rows that asked are in it.
+    """
+    rows = [row for row, number in enumerate(num_logprobs) if number is not None]
+    if not rows:
+        return {}
+    most = max(num_logprobs[row] or 0 for row in rows)
+    logprobs = logits[rows].log_softmax(dim=-1)  # (num_asking, vocab_size)
+    sampled = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
+    sampled_values = logprobs.gather(1, sampled).squeeze(1).tolist()
+    top = logprobs.topk(most, dim=-1)  # (num_asking, most)
+    found = {}
+    for row, value, top_ids, top_values in zip(
+        rows, sampled_values, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        number = num_logprobs[row]
+        top_logprobs = dict(zip(top_ids[:number], top_values[:number], strict=True))
+        found[row] = {token_ids[row]: value} | top_logprobs
+    return found

@@ -123,8 +123,8 @@ class Observer:
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
         """Full, computed pages of `seq` were published."""
 
-    def blocks_evict(self, block_ids: list[int], hashes: list[bytes]) -> None:
-        """Free published pages lost their contents: they are about to be used anew."""
+    def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
+        """Free published pages lost their contents."""
 
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
         """`seq` gave up its pages, in this order; `freed` are those nobody else holds."""

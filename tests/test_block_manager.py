@@ -58,7 +58,8 @@ class Ear(Observer):
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
         self.heard.append(("allocate", seq.seq_id, list(block_ids)))
 
-    def blocks_evict(self, block_ids: list[int], hashes: list[bytes]) -> None:
+    def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
+        assert reason == "page_needed"
         assert len(hashes) == len(block_ids)
         self.heard.append(("evict", None, list(block_ids)))
 

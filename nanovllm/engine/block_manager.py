@@ -27,6 +27,8 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -58,6 +60,7 @@ class BlockManager:
         self.block_size = block_size
         self.observer = observer
         self.enable_prefix_caching = enable_prefix_caching
+        self.stats = PrefixCacheStats()
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +70,16 @@ class BlockManager:
         self.cached_blocks: dict[bytes, int] = {}  # hash -> page
         # An ordered dict is a linked list with an index: first, last and any page in O(1).
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is in the pages, all of which must be free. The free list stays as it is."""
+        self.stats = PrefixCacheStats()
+        hash_of = {block_id: h for h, block_id in self.cached_blocks.items()}
+        block_ids, hashes = list(hash_of), list(hash_of.values())
+        self.cached_blocks = {}
+        self.block_hashes = [None] * self.num_blocks
+        if block_ids:
+            self.observer.blocks_evict(block_ids, hashes, "cache_reset")
 
     @property
     def num_free_blocks(self) -> int:
@@ -113,6 +126,8 @@ class BlockManager:
         block_ids = self._take_blocks(self.blocks_for(seq.num_tokens) - len(prefix))
         seq.block_table.extend(block_ids)
         seq.num_cached_tokens = seq.num_computed_tokens = len(prefix) * self.block_size
+        if self.enable_prefix_caching:
+            self.stats.count(seq.num_tokens, seq.num_cached_tokens, is_resumed=seq.is_resumed)
         self.observer.blocks_allocate(seq, block_ids)
 
     # -- decode ----------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ class BlockManager:
                 evicted.append(block_id)
                 hashes.append(chain_hash)
         if evicted:
-            self.observer.blocks_evict(evicted, hashes)
+            self.observer.blocks_evict(evicted, hashes, "page_needed")
         return block_ids
 
     def _chain_hash(self, seq: Sequence, index: int) -> bytes:

@@ -7,6 +7,7 @@ chosen (`scheduler.py`) or computed (`model_runner.py`). vLLM's counterparts are
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
+    from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
     from nanovllm.sampling_params import SamplingParams
 
     Request = tuple[list[int], SamplingParams]
@@ -144,6 +146,25 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Has every request ended?"""
         return self.scheduler.is_finished()
+
+    # -- the prefix cache ------------------------------------------------------------------------
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache was asked for so far, and what it had. All 0 if it is off."""
+        return dataclasses.replace(self.scheduler.block_manager.stats)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, and start their statistics anew.
+
+        Raises:
+            RuntimeError: requests are unfinished; their pages cannot be taken from them.
+        """
+        if not self.is_finished():
+            raise RuntimeError(
+                f"{len(self.requests)} requests are unfinished and may use cached pages: run "
+                "step() until is_finished(), or abort() them, before reset_prefix_cache()"
+            )
+        self.scheduler.block_manager.reset_prefix_cache()
 
     # -- all at once -----------------------------------------------------------------------------
 

@@ -121,6 +121,11 @@ class Sequence:
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
+    def is_resumed(self) -> bool:
+        """Of a sequence that is just being admitted: was it admitted before, and preempted?"""
+        return self.num_prefill_tokens > 0
+
+    @property
     def is_finished(self) -> bool:
         """Has it ended?"""
         return self.status is SequenceStatus.FINISHED

@@ -346,8 +346,9 @@ class BlocksHash(Event, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
 
 
 class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
-    """Free published pages lost their contents, to be used anew."""
+    """Free published pages lost their contents."""
 
+    reason: Literal["page_needed", "cache_reset"] = "page_needed"
     block_ids: list[int]
     hashes: list[str]
 

@@ -408,9 +408,10 @@ class Recorder(Observer):
         )
 
     @override
-    def blocks_evict(self, block_ids: list[int], hashes: list[bytes]) -> None:
+    def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
         hexes = [chain_hash.hex() for chain_hash in hashes]
-        self.trace.add(ev.BlocksEvict, None, block_ids=block_ids, hashes=hexes)
+        phase: ev.Phase | None = "ingress" if reason == "cache_reset" else None
+        self.trace.add(ev.BlocksEvict, phase, reason=reason, block_ids=block_ids, hashes=hexes)
 
     @override
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:

@@ -73,6 +73,7 @@ def test_1_never_fits_ends_that_request_only(oracle: Oracle) -> None:
         "seq_id": None,
         "text": "",
         "token_ids": [],
+        "logprobs": None,
         "finish_reason": "refused",
         "reason": "never_fits",
         "num_prompt_tokens": 9,

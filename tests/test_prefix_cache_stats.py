@@ -45,6 +45,22 @@ def test_a_request_that_comes_back_is_counted_apart() -> None:
     assert stats.num_resumed_query_tokens >= 6
 
 
+def test_a_request_that_was_preempted_before_its_first_token_comes_back_too() -> None:
+    engine = make_engine(
+        Settings(
+            kvcache_block_size=1, num_kvcache_blocks=8, max_num_batched_tokens=2, policy="mixed"
+        )
+    )
+    outputs = engine.generate(
+        [[1], [2, 1, 2, 1, 2, 1]],
+        [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 1)],
+    )
+    assert [len(output["token_ids"]) for output in outputs] == [8, 1]
+    stats = engine.prefix_cache_stats()
+    assert (stats.num_queries, stats.num_query_tokens) == (2, 7)
+    assert (stats.num_resumed_queries, stats.num_resumed_query_tokens) == (1, 6)
+
+
 def test_a_cache_that_is_off_is_asked_nothing() -> None:
     engine = make_engine(Settings(enable_prefix_caching=False))
     engine.generate([PROMPT, PROMPT], PARAMS)

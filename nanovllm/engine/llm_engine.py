@@ -15,6 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.policies import POLICIES
+from nanovllm.engine.ranks import join_ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
@@ -43,6 +44,7 @@ class LLMEngine:
     Raises:
         TypeError: an unknown option.
         ValueError: an option out of range, or a checkpoint that cannot be run as it is.
+        WorkerError: a process for another rank did not start.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(self.config.model)
         self.config.resolve(self.model_config)
         self.observer.engine_init(self.config, self.model_config)
-        # The runner comes first: only it knows how many KV pages there are for the scheduler.
-        self.model_runner = ModelRunner(self.config, self.model_config, self.observer)
         self.tokenizer = Tokenizer(self.config.model)
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
+        # The runner before the scheduler: only it knows how many KV pages there are.
+        self.ranks = join_ranks(self.config, self.model_config, self.observer)
+        self.model_runner = ModelRunner(self.config, self.model_config, self.observer, self.ranks)
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks,
             self.config.kvcache_block_size,
@@ -111,7 +114,7 @@ class LLMEngine:
         with self._recovering():
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
-            token_ids = self.model_runner.run(batch)
+            token_ids = self.model_runner.run(batch, self.engine_step)
             finished = self.scheduler.postprocess(batch, token_ids)
             self.observer.step_end(batch, finished, self.scheduler)
             return [self._output(seq) for seq in finished]
@@ -128,6 +131,14 @@ class LLMEngine:
         with self._recovering():
             self.scheduler.abort(seq)
             return self._output(seq)
+
+    def exit(self) -> None:
+        """End the processes of the other ranks, if the engine has started any.
+
+        They also end with this process, with the engine's last reference, and with any error that
+        leaves the ranks at different places. A second call does nothing.
+        """
+        self.ranks.exit()
 
     def is_finished(self) -> bool:
         """Has every request ended?"""

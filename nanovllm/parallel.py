@@ -70,7 +70,7 @@ class Partition:
         return max(0, min(self.size, self.whole - self.begin))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TensorParallel:
     """A rank among `world_size`, which say the same things in the same order.
 
@@ -79,7 +79,7 @@ class TensorParallel:
         world_size: how many there are.
         device: where the tensors are that the collectives are given.
         backend: "gloo" or "nccl"; None in a world of one.
-        group: torch's process group of that backend; None in a world of one.
+        group: torch's process group of that backend; None in a world of one, and once closed.
     """
 
     rank: int = 0
@@ -162,15 +162,20 @@ class TensorParallel:
         return received
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.backend == "nccl":
-            self.group.shutdown()  # gloo's goes with its last reference
+        """Leave the group. A second call does nothing.
+
+        It must be left before Python ends: gloo's threads may still want to let go of a tensor,
+        and a thread that asks for the interpreter then takes the process down with it.
+        """
+        if self.group is not None and self.backend == "nccl":
+            self.group.shutdown()
+        self.group = None  # gloo ends with its last reference
 
     def _wait_for(self, start: Callable[[], Any]) -> None:
         try:
             start().wait()
         except RuntimeError as error:
-            raise ContactLostError(f"rank {self.rank} lost contact: {error}") from error
+            raise ContactLostError(f"rank {self.rank} lost contact with the others") from error
 
 
 ALONE = TensorParallel()
@@ -205,7 +210,7 @@ def connect(
         else:
             group = _gloo_group(store, rank, world_size, timeout, is_one_machine=is_one_machine)
     except RuntimeError as error:
-        raise ContactLostError(f"rank {rank} did not meet the other ranks: {error}") from error
+        raise ContactLostError(f"rank {rank} did not meet the others") from error
     return TensorParallel(rank, world_size, device, backend, group)
 
 

@@ -52,6 +52,9 @@ def run(
         float | None, typer.Option(min=0.0, help="0 takes the likeliest token.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
+    tp: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that share the model.")
+    ] = 1,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="The answers as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answers only.")] = False,
@@ -79,6 +82,7 @@ def run(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        config={"tensor_parallel_size": tp},
     )
     answers = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
     if json:

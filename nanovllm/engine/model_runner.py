@@ -59,10 +59,8 @@ class ModelRunner:
         self.observer = observer
         self.ranks = ranks
         self.device = ranks.parallel.device
-        parallel = ranks.parallel
-        observer.tp_runtime_init(
-            parallel.rank, parallel.world_size, str(self.device), parallel.backend
-        )
+        parallel, device = ranks.parallel, str(ranks.parallel.device)
+        observer.tp_runtime_init(parallel.rank, parallel.world_size, device, parallel.backend)
         with ranks.starting():
             self._load(model_config)
             budget = self._make_kv_cache(model_config)

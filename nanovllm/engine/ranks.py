@@ -13,6 +13,7 @@ Knows which way it is, and what a step must be wrapped in. Does not know what is
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -92,6 +93,7 @@ class Lockstep(Ranks):
         super().__init__(parallel, launch.num_local_ranks)
         self._timeout = config.distributed_timeout
         self._ended: str | None = None
+        weakref.finalize(self, parallel.close)
 
     def starting(self) -> AbstractContextManager[None]:
         """See Ranks."""
@@ -121,7 +123,7 @@ class Lockstep(Ranks):
             yield
         except ContactLostError as error:
             self._ended = (
-                f"{error}. Another rank died, raised, or did not come within {self._timeout:g} s "
+                f"{error}: one of them died, raised, or did not come within {self._timeout:g} s "
                 "(distributed_timeout); what it printed says why"
             )
             raise WorkerError(self._ended) from error

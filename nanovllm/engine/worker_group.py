@@ -20,7 +20,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,18 +48,20 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.models.config import ModelConfig
     from nanovllm.observer import Observer
+    from nanovllm.parallel import TensorParallel
 
-_SECONDS_TO_EXPLAIN = 2.0  # for the ranks' last words to come in, after something went wrong
-_SECONDS_TO_EXIT = 5.0  # for workers that were told to stop
-_SECONDS_TO_GIVE_UP = 1.0  # for workers whose pipe was closed; then they are killed
+_SECONDS_TO_EXPLAIN = 2.0  # for somebody's last words to come in, after something went wrong
+_SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; then it is killed
+_SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; then it is killed
 
 
 @dataclass(slots=True)
 class _Workers:
-    """The processes, rank 1's first, and the pipe to each."""
+    """What must come to an end: the processes, rank 1's first, the pipe to each, the group."""
 
     processes: list[SpawnProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
+    parallel: TensorParallel | None = None
     owner: int = field(default_factory=os.getpid)
 
     def stop(self, *, is_polite: bool = True) -> None:
@@ -77,16 +78,14 @@ class _Workers:
                 with suppress(OSError):  # it is gone already
                     connection.send(None)
             connection.close()
-        patience = _SECONDS_TO_EXIT if is_polite else _SECONDS_TO_GIVE_UP
-        deadline = time.monotonic() + patience
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()  # it computes, or hangs in a collective; its trace is flushed
+            process.join(_SECONDS_TO_EXIT if is_polite else _SECONDS_TO_GIVE_UP)
+            process.kill()  # it computes, or hangs in a collective; its trace is flushed
             process.join()
         self.processes.clear()
         self.connections.clear()
+        if self.parallel is not None:
+            self.parallel.close()
 
 
 class WorkerGroup(Ranks):
@@ -105,6 +104,8 @@ class WorkerGroup(Ranks):
     def __init__(self, config: Config, model_config: ModelConfig, observer: Observer) -> None:
         num_ranks = config.tensor_parallel_size
         self._timeout = config.distributed_timeout
+        # More threads than cores would wait for each other in every layer.
+        self._num_threads = max(1, torch.get_num_threads() // num_ranks)
         self._ended: str | None = None
         self._workers = _Workers()
         # Registered late, so run early: before multiprocessing ends its daemons the hard way.
@@ -127,13 +128,14 @@ class WorkerGroup(Ranks):
                     config=config,
                     model_config=model_config,
                     make_observer=make_observer,
-                    num_threads=max(1, torch.get_num_threads() // num_ranks),
+                    num_threads=self._num_threads,
                     dies_with_thread=threading.current_thread() is threading.main_thread(),
                 )
                 self._start(setup)
             self._greet()
             device = rank_device(config.device, 0)
             parallel = connect(store, 0, num_ranks, device, self._timeout, is_one_machine=True)
+        self._workers.parallel = parallel
         super().__init__(parallel, num_ranks)
 
     # -- as Ranks --------------------------------------------------------------------------------
@@ -145,9 +147,14 @@ class WorkerGroup(Ranks):
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
         """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
+        num_threads = torch.get_num_threads()
         with interrupts_deferred(), self._watching("step"):
             self._tell(step)
-            yield
+            torch.set_num_threads(self._num_threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(num_threads)
 
     def exit(self) -> None:
         """See Ranks."""
@@ -174,9 +181,8 @@ class WorkerGroup(Ranks):
 
     def _greet(self) -> None:
         """Wait until every worker is there, then tell them: from now on nobody waits long."""
-        deadline = time.monotonic() + START_TIMEOUT
         for rank, connection in enumerate(self._workers.connections, start=1):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
+            if not connection.poll(START_TIMEOUT):
                 raise WorkerError(f"rank {rank} did not start within {START_TIMEOUT:g} s")
             try:
                 is_there = isinstance(connection.recv(), Hello)
@@ -223,9 +229,7 @@ class WorkerGroup(Ranks):
         """Who was it? Those who only noticed say so; the first who knows more has the word."""
         noticed: list[str] = []
         silent = dict(enumerate(zip(self._workers.connections, self._workers.processes), start=1))
-        deadline = time.monotonic() + _SECONDS_TO_EXPLAIN
-        while silent and (remaining := deadline - time.monotonic()) > 0.0:
-            wait([connection for connection, _ in silent.values()], remaining)
+        while silent and wait([pipe for pipe, _ in silent.values()], _SECONDS_TO_EXPLAIN):
             for rank, (connection, process) in list(silent.items()):
                 words = _last_words(connection, process)
                 if isinstance(words, str):
@@ -242,7 +246,8 @@ class WorkerGroup(Ranks):
             return WorkerError(
                 f"rank {ranks} did not answer within {self._timeout:g} s (distributed_timeout)"
             )
-        return WorkerError(f"the ranks lost each other: {'; '.join([str(error), *noticed])}")
+        noticed.insert(0, f"{error} ({error.__cause__})")
+        return WorkerError(f"the ranks lost each other: {'; '.join(noticed)}")
 
 
 def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str | None:
@@ -254,11 +259,14 @@ def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str 
                 return words
     except (EOFError, OSError):
         process.join(_SECONDS_TO_GIVE_UP)
+        if process.exitcode is None:
+            return "hung up"
     code = process.exitcode
     if code is None:
         return None
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     hint = ' (is the script\'s own work under `if __name__ == "__main__":`?)' if code == 1 else ""
     return f"ended with exit code {code}{hint}"
 

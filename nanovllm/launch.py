@@ -1,4 +1,4 @@
-"""Launch: this process's place, where a launcher such as torchrun started one process for each rank.
+"""Launch: this process's place, where a launcher such as torchrun started a process a rank.
 
 Knows the environment variables of torch's launchers. Does not know torch, so that whoever only
 needs to know which rank this is (for a file's name, say) need not load it.

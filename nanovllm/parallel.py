@@ -21,8 +21,9 @@ not know how processes start and end (`engine/ranks.py`, `engine/worker_group.py
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class TensorParallel:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     backend: str | None = None
     group: Any = None  # torch's classes for it have no common base that is public
 
@@ -142,7 +143,7 @@ class TensorParallel:
             return value
         least = torch.tensor([value], device=self.device)
         options = distributed.AllreduceOptions()
-        options.reduceOp = distributed.ReduceOp.MIN
+        options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
         options.timeout = timedelta(seconds=START_TIMEOUT)
         self._wait_for(lambda: self.group.allreduce([least], options))
         return int(least)
@@ -182,6 +183,33 @@ ALONE = TensorParallel()
 """The world of one: it has no group, and its collectives do nothing."""
 
 
+def serve_store() -> tuple[Store, int]:
+    """Put up a notice board, for the ranks of this machine to find each other.
+
+    Returns:
+        The board, and the port at which it is served: whichever was free.
+    """
+    store = _tcp_store(0, is_server=True)
+    return store, store.port
+
+
+def join_store(port: int) -> Store:
+    """Read and write the notice board at a port of this machine."""
+    store: Store = _tcp_store(port, is_server=False)
+    return store
+
+
+def _tcp_store(port: int, *, is_server: bool) -> Any:  # noqa: ANN401 - torch's stub hides TCPStore
+    tcp: Any = distributed
+    return tcp.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=is_server,
+        timeout=timedelta(seconds=START_TIMEOUT),
+        wait_for_workers=False,
+    )
+
+
 def connect(
     store: Store,
     rank: int,
@@ -195,7 +223,8 @@ def connect(
 
     Args:
         store: the ranks' common notice board, for this engine alone.
-        rank, world_size: this process's place.
+        rank: this process's number.
+        world_size: how many there are.
         device: what it computes on.
         timeout: seconds that a collective may wait for the slowest rank.
         is_one_machine: talk over the loopback interface, whatever the machine's name resolves to.

@@ -9,11 +9,9 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
@@ -46,6 +44,9 @@ from support.ranks import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from torch import Tensor
 
 MAX_TOKENS = 12
@@ -147,9 +148,9 @@ def test_a_rank_reads_no_more_of_a_tensor_than_its_part(
 
     class Watched:
         def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - safe_open's
-            self.file = safe_open(*arguments, **options)
+            self.file: Any = safe_open(*arguments, **options)
 
-        def __enter__(self) -> Watched:
+        def __enter__(self) -> Self:
             self.file.__enter__()
             return self
 
@@ -252,7 +253,7 @@ def test_another_number_of_ranks_than_the_launchers_is_refused(
 ) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"tensor_parallel_size={num_ranks}.*WORLD_SIZE=4"):
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={num_ranks}.*WORLD_SIZE=4"):
         make_llm(plain.folder, tensor_parallel_size=num_ranks)
 
 
@@ -271,9 +272,15 @@ def test_a_launch_of_one_process_needs_no_group(
 
 def test_ctrl_c_waits_for_the_end_of_a_block_and_strikes_then() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        signal.raise_signal(signal.SIGINT)
-        reached.append("the end")
+
+    def work() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+        reached.append("what comes after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert reached == ["the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -302,7 +309,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(plain: Oracle, narrow: Oracle) -> Iterator[Pair]:
-    options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 7}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 7}
     with noting_workers() as pids:
         first = make_llm(plain.folder, **options)
         second = make_llm(narrow.folder, **options)
@@ -395,7 +402,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
         llm.generate(prompts, greedy_params(1))
     assert not is_running(pid)
     assert_empty(llm)
-    with pytest.raises(WorkerError, match="this engine is over.*rank 1"):
+    with pytest.raises(WorkerError, match=r"this engine is over.*rank 1"):
         llm.generate(prompts, greedy_params(1))
 
 
@@ -411,9 +418,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
         ("sleep", "rank 1 did not answer within 3 s"),
     ],
 )
-def test_a_worker_that_fails_ends_the_run_by_name(
-    narrow: Oracle, deed: Deed, message: str
-) -> None:
+def test_a_worker_that_fails_ends_the_run_by_name(narrow: Oracle, deed: Deed, message: str) -> None:
     chief = Chief(Plot(rank=1, deed=deed))
     with noting_workers() as pids:
         llm = make_llm(narrow.folder, chief, tensor_parallel_size=2, distributed_timeout=3)
@@ -462,7 +467,7 @@ def test_rank_0s_own_failure_in_a_step_ends_the_others(
 
 # -- scripts: the whole process dies, is interrupted, or is one of torchrun's ----------------------
 
-PRELUDE = """
+PRELUDE = r"""
     import json, multiprocessing, sys
     from nanovllm import LLM, Observer, SamplingParams
 
@@ -552,9 +557,7 @@ def test_after_ctrl_c_the_next_run_is_right_and_no_process_is_left(
     assert are_gone([pid])
 
 
-def test_torchruns_ranks_run_in_lockstep_and_record_apart(
-    narrow: Oracle, tmp_path: Path
-) -> None:
+def test_torchruns_ranks_run_in_lockstep_and_record_apart(narrow: Oracle, tmp_path: Path) -> None:
     from nvtrace.reader import read_ranks  # noqa: PLC0415 - for this test alone
 
     launcher = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")]
@@ -578,6 +581,8 @@ def test_torchruns_ranks_run_in_lockstep_and_record_apart(
         (_, first), (_, second) = records[:2]
         assert [first.rank, second.rank] == [0, 1]  # type: ignore[union-attr]
         run_ids.add(first.run_id)  # type: ignore[union-attr]
-        told = {rank: [type(r).__name__ for other, r in records if other == rank] for rank in (0, 1)}
+        told = {
+            rank: [type(r).__name__ for other, r in records if other == rank] for rank in (0, 1)
+        }
         assert told[0] == told[1]  # each runs the whole engine, and tells all of it
     assert len(run_ids) == 2

@@ -7,8 +7,8 @@ Start-up, in the article's order: take a place among the ranks, load the weights
 KV pages fit, allocate them and hand each layer its slice. (The warm-up that shows the memory peak
 and the CUDA graphs belong to GPUs: a CPU has neither an allocator that counts nor graphs.)
 
-With tensor parallelism every rank has a ModelRunner and calls `compute` with the same inputs. Rank 0
-alone lays the batch out and samples (`run`).
+With tensor parallelism every rank has a ModelRunner and calls `compute` with the same inputs. Rank
+0 alone lays the batch out and samples (`run`).
 """
 
 from __future__ import annotations

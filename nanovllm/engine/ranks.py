@@ -1,11 +1,11 @@
-"""Ranks: the processes that share a model, as the engine sees them. There are three ways:
+"""Ranks: the processes that share a model, as the engine sees them.
 
     Ranks         one process, nobody to talk to
     WorkerGroup   the engine starts the others and tells them each step (`worker_group.py`)
     Lockstep      torchrun starts all of them; each runs the same script and the whole engine
 
-In lock-step every rank schedules for itself, and since the scheduler has no secrets, all come to the
-same batch. Only the sampled tokens are agreed on: rank 0 has the logits.
+In lock-step every rank schedules for itself, and since the scheduler has no secrets, all come to
+the same batch. Only the sampled tokens are agreed on: rank 0 has the logits.
 
 Knows which way it is, and what a step must be wrapped in. Does not know what is computed.
 """
@@ -20,7 +20,8 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from nanovllm.errors import ContactLostError, WorkerError
 from nanovllm.launch import Launch
@@ -29,6 +30,8 @@ from nanovllm.parallel import START_TIMEOUT, TensorParallel, connect
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+    from torch.distributed.distributed_c10d import Store
 
     from nanovllm.config import Config
     from nanovllm.engine.model_inputs import Step
@@ -80,7 +83,7 @@ class Lockstep(Ranks):
     def __init__(self, launch: Launch, config: Config) -> None:
         store = launch_store()
         number = store.add(f"nanovllm/engines/{launch.rank}", 1)  # this rank's nth
-        store = distributed.PrefixStore(f"nanovllm/engine/{number}", store)
+        store = PrefixStore(f"nanovllm/engine/{number}", store)
         _await_all(store, launch.world_size)
         parallel = connect(
             store,
@@ -165,7 +168,7 @@ def rank_device(device: str, local_rank: int) -> torch.device:
     return torch.device(device, local_rank) if device == "cuda" else torch.device(device)
 
 
-def _await_all(store: distributed.Store, world_size: int) -> None:
+def _await_all(store: Store, world_size: int) -> None:
     """Wait until every rank has come: from then on nobody waits long."""
     try:
         if store.add("present", 1) == world_size:
@@ -178,14 +181,13 @@ def _await_all(store: distributed.Store, world_size: int) -> None:
 
 
 @cache
-def launch_store() -> distributed.Store:
+def launch_store() -> Store:
     """The notice board that all processes of a launch share; one connection for each process.
 
     It is kept: where no agent serves it, rank 0 does, and must go on while others read.
     """
-    store, _, _ = next(
-        distributed.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT))
-    )
+    found = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
+    store: Store = found[0]
     return store
 
 
@@ -199,4 +201,5 @@ def share(name: str, value: str) -> str:
         return value
     store = launch_store()
     number = store.add(f"nanovllm/{name}/{launch.rank}", 1)
-    return store.compare_set(f"nanovllm/{name}/agreed/{number}", "", value).decode()
+    agreed: bytes = store.compare_set(f"nanovllm/{name}/agreed/{number}", "", value)
+    return agreed.decode()

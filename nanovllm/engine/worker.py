@@ -19,18 +19,17 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import Ranks, rank_device
 from nanovllm.errors import ContactLostError
 from nanovllm.observer import SILENT
-from nanovllm.parallel import START_TIMEOUT, connect
+from nanovllm.parallel import connect, join_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,11 +120,8 @@ def _serve(setup: WorkerSetup, connection: Connection, observer: Observer) -> No
     torch.set_num_threads(setup.num_threads)
     connection.send(Hello())
     connection.recv()  # the others are there too: from now on nobody waits long
-    store = distributed.TCPStore(
-        "127.0.0.1", setup.port, timeout=timedelta(seconds=START_TIMEOUT), wait_for_workers=False
-    )
     parallel = connect(
-        store,
+        join_store(setup.port),
         setup.rank,
         config.tensor_parallel_size,
         rank_device(config.device, setup.rank),
@@ -147,10 +143,8 @@ def _report(connection: Connection, error: BaseException) -> None:
         trace="".join(traceback.format_exception(error)),
         is_consequence=isinstance(error, ContactLostError),
     )
-    try:
+    with suppress(OSError):  # nobody is left to hear it
         connection.send(failure)
-    except OSError:
-        pass  # nobody is left to hear it
 
 
 def _end_with_parent(*, dies_with_thread: bool) -> None:

@@ -23,19 +23,17 @@ import threading
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 
 from nanovllm.engine.ranks import Ranks, rank_device
 from nanovllm.engine.worker import Failure, Hello, Step, WorkerSetup, worker_main
 from nanovllm.errors import ContactLostError, WorkerError
-from nanovllm.parallel import START_TIMEOUT, connect
+from nanovllm.parallel import START_TIMEOUT, connect, serve_store
 from nanovllm.utils.interrupts import interrupts_blocked, interrupts_deferred
 
 if TYPE_CHECKING:
@@ -113,18 +111,12 @@ class WorkerGroup(Ranks):
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
         with self._watching("start"):
-            store = distributed.TCPStore(
-                "127.0.0.1",
-                0,  # whichever port is free
-                is_master=True,
-                timeout=timedelta(seconds=START_TIMEOUT),
-                wait_for_workers=False,
-            )
+            store, port = serve_store()
             make_observer = _recipe(observer)
             for rank in range(1, num_ranks):
                 setup = WorkerSetup(
                     rank=rank,
-                    port=store.port,
+                    port=port,
                     config=config,
                     model_config=model_config,
                     make_observer=make_observer,
@@ -228,7 +220,8 @@ class WorkerGroup(Ranks):
     def _find_cause(self, error: ContactLostError) -> WorkerError:
         """Who was it? Those who only noticed say so; the first who knows more has the word."""
         noticed: list[str] = []
-        silent = dict(enumerate(zip(self._workers.connections, self._workers.processes), start=1))
+        pairs = zip(self._workers.connections, self._workers.processes, strict=True)
+        silent = dict(enumerate(pairs, start=1))
         while silent and wait([pipe for pipe, _ in silent.values()], _SECONDS_TO_EXPLAIN):
             for rank, (connection, process) in list(silent.items()):
                 words = _last_words(connection, process)

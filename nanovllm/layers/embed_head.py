@@ -32,9 +32,7 @@ class VocabEmbedding(nn.Module):
         partition: the rows of the whole weight that this rank holds.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, parallel: TensorParallel = ALONE
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel = ALONE) -> None:
         super().__init__()
         self.parallel = parallel
         self.partition = parallel.split(0, vocab_size)

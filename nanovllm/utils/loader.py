@@ -14,7 +14,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,7 +74,7 @@ class Destination:
             shape[self.partition.dim] = self.partition.whole
         return tuple(shape)
 
-    def read(self, tensors: safe_open, name: str) -> Tensor:
+    def read(self, tensors: Any, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no types
         """This part of the tensor called `name`, without what is padding in the weight."""
         part = self.partition
         if part is None or part.num_stored == part.whole:

@@ -181,7 +181,7 @@ def test_every_rank_refuses_a_wrong_checkpoint(plain: Oracle, tmp_path: Path, ra
         if wrong is None:
             del changed[name]
         save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(WeightsError, match="self_attn.o_proj"):
+        with pytest.raises(WeightsError, match=r"self_attn\.o_proj"):
             part_of(tmp_path, parallel)
 
 

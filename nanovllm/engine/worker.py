@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from nanovllm.config import Config
-    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.models.config import ModelConfig
     from nanovllm.observer import Observer
 
@@ -64,14 +63,6 @@ class WorkerSetup:
     make_observer: Callable[[int], Observer] | None
     num_threads: int
     dies_with_thread: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Rank 0's word: compute this."""
-
-    engine_step: int
-    inputs: PrefillInputs | DecodeInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +124,7 @@ def _serve(setup: WorkerSetup, connection: Connection, observer: Observer) -> No
     runner = ModelRunner(config, setup.model_config, observer, ranks)
     while (step := connection.recv()) is not None:
         observer.step_start(step.engine_step)
-        runner.compute(step.inputs, step.engine_step)
+        runner.compute(step)
     parallel.close()
 
 

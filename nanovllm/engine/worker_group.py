@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.engine.ranks import Ranks, rank_device
-from nanovllm.engine.worker import Failure, Hello, Step, WorkerSetup, worker_main
+from nanovllm.engine.worker import Failure, Hello, WorkerSetup, worker_main
 from nanovllm.errors import ContactLostError, WorkerError
 from nanovllm.parallel import START_TIMEOUT, connect, serve_store
 from nanovllm.utils.interrupts import interrupts_blocked, interrupts_deferred
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
     from nanovllm.config import Config
-    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
+    from nanovllm.engine.model_inputs import Step
     from nanovllm.models.config import ModelConfig
     from nanovllm.observer import Observer
     from nanovllm.parallel import TensorParallel

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from structlog.typing import Processor
 
     from nanovllm.engine.kv_cache import KVBudget
-    from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
 
 
 class RankRecorder(Recorder):
@@ -56,17 +55,11 @@ class RankRecorder(Recorder):
         self.trace.drain()  # nobody says here that the engine is ready
 
     @override
-    def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
-        self.trace.batch_phase = "prefill"  # as the schedule would have said
-        super().prepare_prefill_tensors(inputs)
-
-    @override
-    def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
-        self.trace.batch_phase = "decode"
-        super().prepare_decode_tensors(inputs)
-
-    @override
     def run_eager(self, reason: str, num_tokens: int) -> None:
+        # Nobody has told this rank what was scheduled: how the model ran says it.
+        self.trace.batch_phase = (
+            "prefill" if reason == "prefill" else "mixed" if reason == "mixed" else "decode"
+        )
         super().run_eager(reason, num_tokens)
         self.trace.drain()  # this is the end of the step here
 

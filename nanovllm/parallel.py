@@ -21,6 +21,7 @@ not know how processes start and end (`engine/ranks.py`, `engine/worker_group.py
 from __future__ import annotations
 
 import pickle
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -184,30 +185,32 @@ ALONE = TensorParallel()
 
 
 def serve_store() -> tuple[Store, int]:
-    """Put up a notice board, for the ranks of this machine to find each other.
+    """Put up a notice board, for the ranks of this machine to find each other, and nobody else.
 
     Returns:
         The board, and the port at which it is served: whichever was free.
     """
-    store = _tcp_store(0, is_server=True)
-    return store, store.port
+    server = socket.create_server(("127.0.0.1", 0))  # bound here: TCPStore's own is open to all
+    port: int = server.getsockname()[1]
+    return _tcp_store(port, is_master=True, master_listen_fd=server.detach()), port
 
 
 def join_store(port: int) -> Store:
     """Read and write the notice board at a port of this machine."""
-    store: Store = _tcp_store(port, is_server=False)
-    return store
+    return _tcp_store(port, is_master=False)
 
 
-def _tcp_store(port: int, *, is_server: bool) -> Any:  # noqa: ANN401 - torch's stub hides TCPStore
-    tcp: Any = distributed
-    return tcp.TCPStore(
+def _tcp_store(port: int, **options: int) -> Store:
+    tcp: Any = distributed  # whose stub hides TCPStore
+    store: Store = tcp.TCPStore(
         "127.0.0.1",
         port,
-        is_master=is_server,
         timeout=timedelta(seconds=START_TIMEOUT),
         wait_for_workers=False,
+        use_libuv=False,  # in some versions it cannot listen at a given socket
+        **options,
     )
+    return store
 
 
 def connect(

@@ -23,7 +23,15 @@ HOUSE_FILES = sorted(
     for file in folder.rglob("*.py")
     if "assets" not in file.parts
 )
-MAX_ENGINE_LINES = 2400
+MAX_ENGINE_LINES = 2600
+MAX_PROCESS_LINES = 550
+PROCESS_FILES = (  # how the ranks' processes start and end: whoever runs one rank can skip them
+    "engine/ranks.py",
+    "engine/worker.py",
+    "engine/worker_group.py",
+    "launch.py",
+    "utils/interrupts.py",
+)
 MAX_FILE_LINES = 300
 CATALOGUES = {"events.py", "recorder.py"}  # flat lists, one entry an event: looked up, not read
 
@@ -127,9 +135,11 @@ def test_code_lines_counts_code_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_engine_can_be_read_in_an_afternoon() -> None:
-    sizes = {str(file.relative_to(ROOT)): code_lines(file) for file in ENGINE_FILES}
+    sizes = {str(file.relative_to(ENGINE)): code_lines(file) for file in ENGINE_FILES}
     assert len(sizes) > 20
+    processes = {name: sizes.pop(name) for name in PROCESS_FILES}
     assert sum(sizes.values()) <= MAX_ENGINE_LINES, sizes
+    assert sum(processes.values()) <= MAX_PROCESS_LINES, processes
 
 
 @pytest.mark.parametrize("file", HOUSE_FILES, ids=lambda file: str(file.relative_to(ROOT)))

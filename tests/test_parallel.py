@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -46,6 +47,7 @@ from support.ranks import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from subprocess import Popen
 
     from torch import Tensor
 
@@ -314,9 +316,14 @@ def pair(plain: Oracle, narrow: Oracle) -> Iterator[Pair]:
         first = make_llm(plain.folder, **options)
         second = make_llm(narrow.folder, **options)
     yield Pair(first, second, pids)
-    for llm in (first, second, first, second):  # twice is no more than once
-        llm.exit()
+    for _ in range(2):  # twice is no more than once
+        first.exit()
+    assert len(pids & worker_pids()) == 1
+    second.exit()
     assert not any(map(is_running, pids))
+    with pytest.raises(WorkerError, match=r"make a new LLM: exit\(\) was called"):
+        first.generate([[1]], greedy_params(1))
+    assert_empty(first)
 
 
 def check(llm: LLM, oracle: Oracle, lengths: list[int], seed: int) -> None:
@@ -362,14 +369,29 @@ def test_an_exception_between_two_steps_leaves_the_ranks_together(
     assert tokens_of(outputs) == [plain.greedy(prompt, 5)]
 
 
-def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
+def test_four_ranks_replicate_two_kv_heads_and_end_when_one_is_killed(tmp_path: Path) -> None:
     oracle = Oracle.create(tmp_path, {"vocab_size": 130, "tie_word_embeddings": True})
+    chief = Chief()
     with noting_workers() as pids:
-        llm = make_llm(oracle.folder, tensor_parallel_size=4, max_num_batched_tokens=9)
+        llm = make_llm(oracle.folder, chief, tensor_parallel_size=4, max_num_batched_tokens=9)
     assert len(pids) == 3
     check(llm, oracle, [1, 10, 13], seed=5)
-    del llm  # the last reference: nobody calls exit()
-    assert are_gone(pids)
+
+    victim = sorted(pids)[1]
+    chief.at_step[llm.engine_step + 3] = partial(os.kill, victim, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"rank \d was killed by SIGKILL"):
+        llm.generate([[1, 2, 3], [4]], greedy_params(9))
+    assert not any(map(is_running, pids))
+    assert_empty(llm)
+
+
+def test_workers_end_with_the_last_reference_to_their_engine(narrow: Oracle) -> None:
+    with noting_workers() as pids:
+        llm = make_llm(narrow.folder, tensor_parallel_size=2)
+    (pid,) = pids
+    assert is_running(pid)
+    del llm
+    assert not is_running(pid)
 
 
 # -- steps of any size, ports of any kind, workers that do not read --------------------------------
@@ -386,7 +408,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
             llm = LLM(
                 plain.folder,
                 tensor_parallel_size=2,
-                distributed_timeout=3,
+                distributed_timeout=6,
                 max_num_batched_tokens=20_000,
                 num_kvcache_blocks=100,
             )
@@ -398,7 +420,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
 
     os.kill(pid, signal.SIGSTOP)
     prompts = [random_tokens(500, seed=seed) for seed in range(40, 80)]  # more than a pipe holds
-    with pytest.raises(WorkerError, match="rank 1 did not answer within 3 s"):
+    with pytest.raises(WorkerError, match="rank 1 did not answer within 6 s"):
         llm.generate(prompts, greedy_params(1))
     assert not is_running(pid)
     assert_empty(llm)
@@ -412,20 +434,17 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("is killed", "rank 1 was killed by SIGKILL"),
         ("raise", "rank 1 raised LookupError: no step 3 for me"),
         ("exit", "rank 1 ended with exit code 7"),
-        ("sleep", "rank 1 did not answer within 3 s"),
+        ("sleep", "rank 1 did not answer within 4 s"),
     ],
 )
 def test_a_worker_that_fails_ends_the_run_by_name(narrow: Oracle, deed: Deed, message: str) -> None:
     chief = Chief(Plot(rank=1, deed=deed))
     with noting_workers() as pids:
-        llm = make_llm(narrow.folder, chief, tensor_parallel_size=2, distributed_timeout=3)
+        llm = make_llm(narrow.folder, chief, tensor_parallel_size=2, distributed_timeout=4)
     assert chief.num_asked == 1
     (pid,) = pids
-    if deed == "is killed":
-        chief.at_step[3] = partial(os.kill, pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=message) as caught:
         llm.generate([[1, 2, 3], [4]], greedy_params(9))
     assert llm.engine_step == 3
@@ -438,9 +457,9 @@ def test_a_worker_that_fails_ends_the_run_by_name(narrow: Oracle, deed: Deed, me
 
 def test_a_worker_that_fails_at_its_start_ends_the_start_by_name(narrow: Oracle) -> None:
     before = worker_pids()
-    chief = Chief(Plot(2, "raise at the start"))
-    with pytest.raises(WorkerError, match="rank 2 raised LookupError: no good start"):
-        make_llm(narrow.folder, chief, tensor_parallel_size=4)
+    chief = Chief(Plot(1, "raise at the start"))
+    with pytest.raises(WorkerError, match="rank 1 raised LookupError: no good start"):
+        make_llm(narrow.folder, chief, tensor_parallel_size=2)
     assert worker_pids() == before
 
 
@@ -483,9 +502,25 @@ PRELUDE = r"""
         sys.stdout.flush()
 """
 LONG_RUN = """
-    class Reporter(Observer):
+    import os, time
+
+    IS_TIRED = sys.argv[2] == "sleep"
+
+    class Sleeper(Observer):
+        def __init__(self, rank):
+            assert rank == 1
+
         def step_start(self, engine_step):
-            if engine_step == 5:
+            if engine_step == 5 and IS_TIRED:
+                say(os.getpid())
+                time.sleep(1000)
+
+    class Reporter(Observer):
+        def for_workers(self):
+            return Sleeper
+
+        def step_start(self, engine_step):
+            if engine_step == 5 and not IS_TIRED:
                 say(*[child.pid for child in multiprocessing.active_children()])
 
     if __name__ == "__main__":
@@ -519,34 +554,37 @@ def write_script(folder: Path, body: str) -> Path:
     return file
 
 
-@pytest.fixture
-def long_run(narrow: Oracle, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+@contextmanager
+def long_run(oracle: Oracle, folder: Path, mood: str) -> Iterator[tuple[Popen[str], int]]:
     """A script in the middle of its run, and its worker's pid."""
-    process = start_script(write_script(tmp_path, LONG_RUN), narrow.folder)
+    process = start_script(write_script(folder, LONG_RUN), oracle.folder, mood)
     try:
         assert process.stdout is not None
         (pid,) = json.loads(process.stdout.readline() or "[]")
         yield process, pid
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the worker as well, if it is still there
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_workers_end_with_a_parent_that_is_killed(narrow: Oracle, tmp_path: Path) -> None:
+    """Even one that listens to nothing: neither to a pipe nor to another rank."""
+    with long_run(narrow, tmp_path, "sleep") as (process, pid):
+        assert is_running(pid)
         process.kill()
-        process.communicate()
-
-
-def test_workers_end_with_a_parent_that_is_killed(
-    long_run: tuple[subprocess.Popen[str], int],
-) -> None:
-    process, pid = long_run
-    assert is_running(pid)
-    process.kill()
-    assert are_gone([process.pid, pid])
+        assert are_gone([process.pid, pid])
 
 
 def test_after_ctrl_c_the_next_run_is_right_and_no_process_is_left(
-    long_run: tuple[subprocess.Popen[str], int], narrow: Oracle
+    narrow: Oracle, tmp_path: Path
 ) -> None:
-    process, pid = long_run
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it as well
-    out, err = process.communicate()
+    with long_run(narrow, tmp_path, "go on") as (process, pid):
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it as well
+        out, err = process.communicate()
     assert process.returncode == 0, err
     assert err == ""
     word, tokens = json.loads(out.splitlines()[-1])

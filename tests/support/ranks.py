@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.models.config import ModelConfig
 
-Deed = Literal["raise", "sleep", "exit", "raise at the start", "is killed"]
+Deed = Literal["raise", "sleep", "exit", "raise at the start"]
 PATIENCE = 60.0
 
 

@@ -24,6 +24,7 @@ _WHOLE_NUMBERS = (
     "tensor_parallel_size",
     "kvcache_block_size",
 )
+_LONGEST_TIMEOUT = 7 * 24 * 3600.0
 
 
 @dataclass(slots=True)
@@ -37,7 +38,8 @@ class Config:
         max_model_len: length of prompt and completion together, at most; the model's
             max_position_embeddings if that is less.
         gpu_memory_utilization: the share of the device's memory that the engine may fill.
-        tensor_parallel_size: processes that share the model; 1 in this version.
+        tensor_parallel_size: processes that share the model, each with a part of every layer.
+        distributed_timeout: seconds that these processes may wait for the slowest among them.
         enforce_eager: use no CUDA graphs.
         kvcache_block_size: tokens a KV page holds.
         num_kvcache_blocks: pages in the pool; None works it out from the memory.
@@ -55,6 +57,7 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    distributed_timeout: float = 60.0
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
@@ -82,7 +85,12 @@ class Config:
         return config
 
     def resolve(self, model_config: ModelConfig) -> None:
-        """Replace every "auto" by what it means for this model on this machine."""
+        """Replace every "auto" by what it means for this model on this machine.
+
+        Raises:
+            ValueError: the model cannot be split into `tensor_parallel_size` equal parts.
+        """
+        _check_split(self.tensor_parallel_size, model_config)
         if self.device == "auto":
             self.device = "cpu"
         if self.dtype == "auto":
@@ -103,6 +111,13 @@ class Config:
         self.gpu_memory_utilization = real_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, with_low=False
         )
+        self.distributed_timeout = real_number(
+            "distributed_timeout",
+            self.distributed_timeout,
+            low=0,
+            high=_LONGEST_TIMEOUT,
+            with_low=False,
+        )
         truth("enforce_eager", self.enforce_eager)
         truth("enable_prefix_caching", self.enable_prefix_caching)
         choice("device", self.device, ("auto", "cpu"))
@@ -111,8 +126,34 @@ class Config:
         choice("policy", self.policy, tuple(POLICIES))
         if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise ValueError("max_model_len must be at least 2: one token in, one out")
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: this version runs on one "
-                "process, set it to 1"
-            )
+
+
+def _check_split(num_ranks: int, model: ModelConfig) -> None:
+    """Can each rank have as many attention heads, and as much of the MLP, as any other?
+
+    Fewer KV heads than ranks are replicated, if each can have equally many copies. The vocabulary
+    need not come out even: it is padded.
+    """
+    for name in ("num_attention_heads", "intermediate_size"):
+        whole = getattr(model, name)
+        if whole % num_ranks:
+            raise _uneven_split(num_ranks, model, f"it does not divide {name}={whole}")
+    num_kv_heads = model.num_key_value_heads
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        what = f"neither it nor num_key_value_heads={num_kv_heads} divides the other"
+        raise _uneven_split(num_ranks, model, what)
+
+
+def _uneven_split(num_ranks: int, model: ModelConfig, what: str) -> ValueError:
+    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
+    possible = [
+        str(number)
+        for number in range(1, num_heads + 1)
+        if num_heads % number == 0
+        and model.intermediate_size % number == 0
+        and (num_kv_heads % number == 0 or number % num_kv_heads == 0)
+    ]
+    return ValueError(
+        f"this model cannot be split by tensor_parallel_size={num_ranks}: {what}; "
+        f"it can be by {', '.join(possible)}"
+    )

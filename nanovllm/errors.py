@@ -41,3 +41,14 @@ class RequestRefusedError(NanoVLLMError, ValueError):
 
 class TokenizerError(NanoVLLMError, ValueError):
     """A model folder without a tokenizer that transformers can load."""
+
+
+class WorkerError(NanoVLLMError, RuntimeError):
+    """A process that shares the model died, raised, or did not answer in time.
+
+    The engine is over: its processes have been ended. Make a new one.
+    """
+
+
+class ContactLostError(WorkerError):
+    """What a rank sees of another one's end: a collective that failed. The cause lies elsewhere."""

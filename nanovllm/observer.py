@@ -7,6 +7,9 @@ clocks: `nvtrace.recorder.Recorder` overrides every method and gives each an eve
 (`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
 
 An observer must not change what it is shown, and must copy what it keeps: lists go on living.
+
+With tensor parallelism each rank has its own. The one exception to "never reads an answer" is
+`for_workers`: an engine that starts processes for the other ranks must ask who listens to them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as Seq
+    from types import TracebackType
+    from typing import Self
 
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch
@@ -29,6 +35,30 @@ if TYPE_CHECKING:
 
 class Observer:
     """Listens to one engine. Override what you want to hear."""
+
+    # -- other ranks -----------------------------------------------------------------------------
+
+    def for_workers(self) -> Callable[[int], Observer] | None:
+        """Who listens to ranks 1, 2 ...? Asked once, when the engine starts processes for them.
+
+        Returns:
+            A function that makes the observer of a rank. It is pickled, and called with the rank in
+            that rank's process. What it makes hears `engine_init`, the stages of the model's start,
+            and of each step `step_start`, `prepare_*_tensors` and how the model ran; it is entered
+            as a context manager, and left when the process ends. None for silence.
+        """
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing more will be heard."""
 
     # -- bootstrap, init -------------------------------------------------------------------------
 

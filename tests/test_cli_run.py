@@ -216,7 +216,7 @@ def test_an_exception_within_the_engine_is_one_line_and_in_the_trace(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def explode(_self: ModelRunner, _batch: object) -> list[int]:
+    def explode(_self: ModelRunner, _batch: object, _engine_step: int) -> list[int]:
         raise RuntimeError("the device\ncaught fire")
 
     monkeypatch.setattr(ModelRunner, "run", explode)

@@ -34,7 +34,8 @@ LEGAL: dict[str, list[Any]] = {
     "max_num_seqs": [1, 512, 10**9],
     "max_model_len": [2, 4096, 10**9],
     "gpu_memory_utilization": [1e-9, 0.5, 1, 1.0],
-    "tensor_parallel_size": [1],
+    "tensor_parallel_size": [1, 2, 3, 64],
+    "distributed_timeout": [1e-3, 60, 60.0, 3600.0],
     "enforce_eager": [True, False],
     "kvcache_block_size": [1, 3, 256, 1024],
     "num_kvcache_blocks": [None, 1, 10**6],
@@ -49,7 +50,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     **{name: [0, -1, -256, 2**31, 10**30] for name in COUNTS},
     "max_model_len": [1, 0, -1, 2**31],
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.0001, 90, math.nan, math.inf],
-    "tensor_parallel_size": [2, 8, 0, -1],
+    "distributed_timeout": [0, 0.0, -1, math.nan, math.inf, 1e9],
     "device": ["cuda", "gpu", ""],
     "dtype": ["float64", "int8", "fp32", ""],
     "attention_backend": ["flash", ""],
@@ -59,6 +60,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
 OF_WRONG_TYPE: dict[str, list[Any]] = {
     **{name: [1.5, 2.0, "4", True, [4]] for name in COUNTS},
     "gpu_memory_utilization": ["0.9", None, True, [0.9]],
+    "distributed_timeout": ["60", None, True, [60]],
     "enforce_eager": [0, 1, None, "no"],
     "enable_prefix_caching": [0, 1, None, "false"],
     "seed": [1.5, "5", None, True],
@@ -89,6 +91,7 @@ def test_the_defaults_are_those_of_nano_vllm() -> None:
     assert config.max_model_len == 4096
     assert config.gpu_memory_utilization == 0.9
     assert config.tensor_parallel_size == 1
+    assert config.distributed_timeout == 60.0
     assert config.enforce_eager is False
     assert config.kvcache_block_size == 256
     assert config.num_kvcache_blocks is None

@@ -64,7 +64,10 @@ def test_the_recorder_overrides_each_hook_with_the_same_parameters(hook: str) ->
 
 
 def test_every_hook_has_an_event_and_every_event_a_hook() -> None:
-    silent = {"step_start"}  # it only sets the clock: STEP_END says what it was for
+    silent = {
+        "step_start",  # it only sets the clock: STEP_END says what it was for
+        "for_workers",  # no moment, but a question: who listens to the other ranks?
+    }
     assert {tag.lower() for tag in ev.EVENT_TYPES} == {*HOOKS} - silent
 
 
@@ -84,6 +87,7 @@ def test_every_event_is_written_by_its_hook_and_comes_back() -> None:
         used_bytes=2**33,
         utilization=0.9,
         limit_bytes=2**31,
+        num_local_ranks=1,
         available_bytes=2**30,
         num_layers=2,
         block_size=16,

@@ -63,6 +63,9 @@ def run(
         str | None, typer.Option(help="What goes into a step: prefill_first, mixed or static.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
+    tp: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that share the model.")
+    ] = 1,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="The answers as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answers only.")] = False,
@@ -93,7 +96,7 @@ def run(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        config={} if policy is None else {"policy": policy},
+        config=_engine_options(policy, tp),
     )
     answers = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
     if json:
@@ -186,6 +189,11 @@ def stopping_between_steps(
         yield stopping_tap
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _engine_options(policy: str | None, tp: int) -> dict[str, str | int]:
+    options: dict[str, str | int] = {"tensor_parallel_size": tp}
+    return options if policy is None else options | {"policy": policy}
 
 
 def _check_policy(policy: str | None) -> None:

@@ -5,6 +5,8 @@ Knows bytes and tensors. Does not know whose a page is (`block_manager.py`). vLL
 
 On a CPU the budget is bounded: what is free within `gpu_memory_utilization` of the memory, but at
 most 2 GiB, since a laptop has other things to do. `num_kvcache_blocks=` overrides the rule.
+Ranks on one machine share that room equally. A page is the same tokens on every rank, each with its
+own heads; so there are as many pages as the rank with the least room has.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from nanovllm.errors import KVCacheError
+from nanovllm.parallel import ALONE
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.models.config import ModelConfig
+    from nanovllm.parallel import TensorParallel
 
 GIB = 1024**3
 CPU_KV_CACHE_LIMIT = 2 * GIB
@@ -28,9 +32,10 @@ CPU_KV_CACHE_LIMIT = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Every term of the sum that ends in the number of pages. All sizes in bytes.
+    """Every term of the sum that ends in the number of pages. All sizes in bytes, of one rank.
 
-    num_blocks = min(total * utilization - used, limit) // block_bytes, or as given;
+    num_blocks = available // block_bytes (the least of all ranks'), or as given;
+    available = min(total * utilization - used, limit) // num_local_ranks;
     block_bytes = 2 (K and V) * num_layers * block_size * num_kv_heads * head_dim * dtype_bytes.
     """
 
@@ -40,6 +45,7 @@ class KVBudget:
     used_bytes: int
     utilization: float
     limit_bytes: int
+    num_local_ranks: int
     available_bytes: int
     num_layers: int
     block_size: int
@@ -50,18 +56,32 @@ class KVBudget:
     num_blocks: int
 
 
-def estimate_budget(config: Config, model: ModelConfig, dtype: torch.dtype) -> KVBudget:
-    """Work out how many pages the KV cache gets.
+def estimate_budget(
+    config: Config,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    parallel: TensorParallel = ALONE,
+    num_local_ranks: int = 1,
+) -> KVBudget:
+    """Work out how many pages this rank has room for.
+
+    Args:
+        config: the engine's settings, resolved.
+        model: the checkpoint's shape.
+        dtype: of the keys and values.
+        parallel: which of the KV heads are this rank's.
+        num_local_ranks: how many ranks share this machine's memory.
 
     Raises:
         KVCacheError: not one page fits.
     """
     total, free = cpu_memory()
     used = total - free
-    num_kv_heads, head_dim = model.num_key_value_heads, model.head_dim
+    num_kv_heads, head_dim = parallel.num_heads(model.num_key_value_heads), model.head_dim
     per_token = 2 * model.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
     block_bytes = config.kvcache_block_size * per_token
-    available = min(int(total * config.gpu_memory_utilization) - used, CPU_KV_CACHE_LIMIT)
+    room = min(int(total * config.gpu_memory_utilization) - used, CPU_KV_CACHE_LIMIT)
+    available = room // num_local_ranks
     num_blocks = config.num_kvcache_blocks or max(available, 0) // block_bytes
     if num_blocks == 0:
         raise KVCacheError(
@@ -78,6 +98,7 @@ def estimate_budget(config: Config, model: ModelConfig, dtype: torch.dtype) -> K
         used_bytes=used,
         utilization=config.gpu_memory_utilization,
         limit_bytes=CPU_KV_CACHE_LIMIT,
+        num_local_ranks=num_local_ranks,
         available_bytes=available,
         num_layers=model.num_hidden_layers,
         block_size=config.kvcache_block_size,

@@ -17,6 +17,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
+from nanovllm.engine.ranks import join_ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
@@ -55,6 +56,7 @@ class LLMEngine:
     Raises:
         TypeError: an unknown option.
         ValueError: an option out of range, or a checkpoint that cannot be run as it is.
+        WorkerError: a process for another rank did not start.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(self.config.model)
         self.config.resolve(self.model_config)
         self.observer.engine_init(self.config, self.model_config)
-        # The runner comes first: only it knows how many KV pages there are for the scheduler.
-        self.model_runner = ModelRunner(self.config, self.model_config, self.observer)
         self.tokenizer = Tokenizer(self.config.model)
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
+        # The runner before the scheduler: only it knows how many KV pages there are.
+        self.ranks = join_ranks(self.config, self.model_config, self.observer)
+        self.model_runner = ModelRunner(self.config, self.model_config, self.observer, self.ranks)
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks,
             self.config.kvcache_block_size,
@@ -124,7 +127,7 @@ class LLMEngine:
         with self._recovering():
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
-            token_ids = self.model_runner.run(batch)
+            token_ids = self.model_runner.run(batch, self.engine_step)
             stopped = self.output_processor.process(batch.sampled_seqs, token_ids)
             finished = self.scheduler.postprocess(batch, token_ids, stopped)
             self.observer.step_end(batch, finished, self.scheduler)
@@ -142,6 +145,14 @@ class LLMEngine:
         with self._recovering():
             self.scheduler.abort(seq)
             return self._output(seq)
+
+    def exit(self) -> None:
+        """End the processes of the other ranks, if the engine has started any.
+
+        They also end with this process, with the engine's last reference, and with any error that
+        leaves the ranks at different places. A second call does nothing.
+        """
+        self.ranks.exit()
 
     def is_finished(self) -> bool:
         """Has every request ended?"""

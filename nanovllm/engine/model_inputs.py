@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.batch import Batch, Phase
     from nanovllm.engine.sequence import Sequence
 
 
@@ -78,6 +78,21 @@ class DecodeInputs:
     slot_mapping: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every rank must know to compute its part of a step.
+
+    Attributes:
+        engine_step: the step's number.
+        phase: the batch's.
+        inputs: the layout; a decode's for the phase "decode", else a prefill's.
+    """
+
+    engine_step: int
+    phase: Phase
+    inputs: PrefillInputs | DecodeInputs
 
 
 def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:

@@ -1,15 +1,38 @@
-"""Matrix products: one plain, two packed.
+"""Matrix products, whole or split over the ranks, plain or packed.
 
 A packed layer multiplies once where the checkpoint has several matrices that share their input:
 one large product is faster than three small ones. It knows which of its rows belong to which
 matrix, and gives them out as shards; who fills them is the loader's business.
+
+Split by output (QKVLinear, GateUpLinear) or by input (RowLinear), each rank holds a part:
+
+           whole weight            rank 0            rank 1
+         +-------+-------+       +-------+-------+
+         |               |       |               |                    column parallel: each rank
+         |               |       +-------+-------+  +-------+-------+  has some of the outputs
+         |               |                          |               |
+         +-------+-------+                          +-------+-------+
+
+         +-------+-------+       +-------+          +-------+
+         |       |       |       |       |          |       |         row parallel: each rank
+         |       |       |       |       |          |       |         has some of the inputs, and
+         +-------+-------+       +-------+          +-------+         the outputs are summed
+
+(The names are Megatron-LM's, which writes the weight the other way round: output to the right.)
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from nanovllm.parallel import ALONE
+
+if TYPE_CHECKING:
+    from nanovllm.parallel import Partition, TensorParallel
 
 
 class Linear(nn.Module):
@@ -24,29 +47,49 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight)
 
 
+class RowLinear(Linear):
+    """A product whose input is split over the ranks (vLLM: RowParallelLinear).
+
+    Attributes:
+        partition: the columns of the whole weight that this rank holds.
+    """
+
+    def __init__(self, in_features: int, out_features: int, parallel: TensorParallel) -> None:
+        partition = parallel.split(1, in_features)
+        super().__init__(partition.size, out_features)
+        self.partition = partition
+        self.parallel = parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num_tokens, this rank's in_features) -> (num_tokens, out_features), the same on all."""
+        return self.parallel.all_reduce(functional.linear(x, self.weight))
+
+
 class PackedLinear(Linear):
-    """Several matrices with the same input, stacked by rows.
+    """Several matrices with the same input, stacked by rows; of each, this rank's rows.
 
                      in_features
         weight    +--------------+
                   |    q_proj    |  num_heads * head_dim rows
                   +--------------+
-                  |    k_proj    |  num_kv_heads * head_dim rows
+                  |    k_proj    |  num_kv_heads * head_dim rows      (a rank counts its own heads)
                   +--------------+
                   |    v_proj    |  num_kv_heads * head_dim rows
                   +--------------+
 
     Attributes:
-        shard_rows: the rows of each matrix, by the name that it has in a checkpoint.
+        partitions: the rows of each whole matrix that this rank holds, by its checkpoint name.
+        shard_rows: where they are in `weight`.
     """
 
-    def __init__(self, in_features: int, shard_sizes: dict[str, int]) -> None:
-        super().__init__(in_features, sum(shard_sizes.values()))
+    def __init__(self, in_features: int, partitions: dict[str, Partition]) -> None:
+        super().__init__(in_features, sum(partition.size for partition in partitions.values()))
+        self.partitions = partitions
         self.shard_rows: dict[str, slice] = {}
         begin = 0
-        for name, size in shard_sizes.items():
-            self.shard_rows[name] = slice(begin, begin + size)
-            begin += size
+        for name, partition in partitions.items():
+            self.shard_rows[name] = slice(begin, begin + partition.size)
+            begin += partition.size
 
     def shard(self, name: str) -> Tensor:
         """Return the rows that hold one of the stacked matrices, as a view of the weight."""
@@ -54,20 +97,33 @@ class PackedLinear(Linear):
 
 
 class QKVLinear(PackedLinear):
-    """Queries, keys and values of all heads in one product (vLLM: QKVParallelLinear)."""
+    """Queries, keys and values of this rank's heads in one product (vLLM: QKVParallelLinear)."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        shard_sizes = {
-            "q_proj": num_heads * head_dim,
-            "k_proj": num_kv_heads * head_dim,
-            "v_proj": num_kv_heads * head_dim,
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
+        kv_partition = parallel.split_heads(num_kv_heads, head_dim)
+        partitions = {
+            "q_proj": parallel.split_heads(num_heads, head_dim),
+            "k_proj": kv_partition,
+            "v_proj": kv_partition,
         }
-        super().__init__(hidden_size, shard_sizes)
+        super().__init__(hidden_size, partitions)
 
 
 class GateUpLinear(PackedLinear):
-    """The MLP's gate and up projections in one product (vLLM: MergedColumnParallelLinear)."""
+    """The MLP's gate and up projections in one product (vLLM: MergedColumnParallelLinear).
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        shard_sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(hidden_size, shard_sizes)
+    Each rank holds the same rows of both, so that it can multiply the two without asking.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, parallel: TensorParallel = ALONE
+    ) -> None:
+        partition = parallel.split(0, intermediate_size)
+        super().__init__(hidden_size, {"gate_proj": partition, "up_proj": partition})

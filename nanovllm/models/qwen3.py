@@ -30,8 +30,9 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GateUpLinear, Linear, QKVLinear
+from nanovllm.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.parallel import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,20 +42,24 @@ if TYPE_CHECKING:
     from nanovllm.layers.attention import AttentionBackend
     from nanovllm.layers.rotary_embedding import Rotation
     from nanovllm.models.config import ModelConfig
+    from nanovllm.parallel import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
-    """Project, norm each head, turn by position, attend, project back."""
+    """Project, norm each head, turn by position, attend, project back: this rank's heads."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
+    ) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads = parallel.num_heads(num_heads)
+        self.num_kv_heads = parallel.num_heads(num_kv_heads)
         self.head_dim = config.head_dim
         self.qkv_proj = QKVLinear(
-            config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
+            config.hidden_size, num_heads, num_kv_heads, self.head_dim, parallel
         )
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size)
+        self.o_proj = RowLinear(num_heads * self.head_dim, config.hidden_size, parallel)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, backend)
@@ -73,11 +78,11 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size)
+        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size, parallel)
         self.act_fn = SiluAndMul()
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, parallel)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(num_tokens, hidden_size) -> (num_tokens, hidden_size)."""
@@ -88,10 +93,12 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """Attention, then MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
+    ) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, backend)
-        self.mlp = Qwen3MLP(config)
+        self.self_attn = Qwen3Attention(config, backend, parallel)
+        self.mlp = Qwen3MLP(config, parallel)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -119,11 +126,13 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Everything but the head."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
+    ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
+            Qwen3DecoderLayer(config, backend, parallel) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(
@@ -143,6 +152,9 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """Qwen3 with its head. Call it inside a `forward_context`; fill it with `load_model` first.
 
+    With tensor parallelism this is one rank's part: all ranks must call it together, with the same
+    tokens.
+
     Attributes:
         packed_modules_mapping: module here -> the modules of a checkpoint that it stacks.
     """
@@ -151,11 +163,16 @@ class Qwen3ForCausalLM(nn.Module):
         {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     )
 
-    def __init__(self, config: ModelConfig, attention_backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention_backend: AttentionBackend,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, attention_backend)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        self.model = Qwen3Model(config, attention_backend, parallel)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -173,6 +190,6 @@ class Qwen3ForCausalLM(nn.Module):
         return hidden_states
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32."""
+        """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32, on rank 0."""
         logits: Tensor = self.lm_head(hidden_states)
         return logits

@@ -3,8 +3,9 @@
 The headers of all files are read and compared with the model first; only when all names, shapes and
 types fit is anything copied. So a wrong checkpoint is refused whole, and by name.
 
-Knows safetensors files, and that a packed module is filled by several tensors. Does not know the
-model's architecture: the model's own parameters say what is needed.
+Knows safetensors files, that a packed module is filled by several tensors, and that a rank holds a
+part of a split one: it reads that part only. Does not know the model's architecture: the model's
+own parameters say what is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
+
+    from nanovllm.parallel import Partition
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,10 +56,40 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a tensor of the checkpoint goes: a parameter, or the rows of a packed one (a view)."""
+    """Where a tensor of the checkpoint goes: a parameter, or the rows of a packed one (a view).
+
+    Attributes:
+        partition: the part of the tensor that goes there; None for all of it.
+    """
 
     module_name: str
     weight: Tensor
+    partition: Partition | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that the tensor must have in the checkpoint."""
+        shape = list(self.weight.shape)
+        if self.partition is not None:
+            shape[self.partition.dim] = self.partition.whole
+        return tuple(shape)
+
+    def read(self, tensors: Any, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no types
+        """This part of the tensor called `name`, without what is padding in the weight."""
+        part = self.partition
+        if part is None or part.num_stored == part.whole:
+            whole: Tensor = tensors.get_tensor(name)
+            return whole
+        rows = slice(part.begin, part.begin + part.num_stored)
+        stored: Tensor = tensors.get_slice(name)[rows if part.dim == 0 else (slice(None), rows)]
+        return stored
+
+    def fill(self, values: Tensor) -> None:
+        """Copy what `read` returned; padding, which comes after it, stays as it is."""
+        weight = self.weight
+        if self.partition is not None:
+            weight = weight.narrow(self.partition.dim, 0, self.partition.num_stored)
+        weight.copy_(values)
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeights:
@@ -75,13 +108,13 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
     for name, destination in destinations.items():
         _check_tensor(name, stored[name], destination)
     for alias, name in tied.items():
-        _check_tied(alias, stored[alias], name, stored[name])
+        _check_tied(alias, stored[alias], name, stored[name], destinations[name])
 
     for file in files:
         with safe_open(file, framework="pt") as tensors, torch.no_grad():
             for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
                 if name not in tied:
-                    destinations[name].weight.copy_(tensors.get_tensor(name))
+                    destinations[name].fill(destinations[name].read(tensors, name))
     num_bytes = sum(math.prod(t.shape) * BYTES_PER_NUMBER[t.dtype] for t in stored.values())
     return LoadedWeights(len(files), len(stored), num_bytes)
 
@@ -142,11 +175,13 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
         parent_name, _, own_name = module_name.rpartition(".")  # ....self_attn, qkv_proj
         module = model.get_submodule(module_name)
         if own_name not in packed or not isinstance(module, PackedLinear):
-            destinations[name] = Destination(module_name, parameter)
+            partition: Partition | None = getattr(module, "partition", None)
+            destinations[name] = Destination(module_name, parameter, partition)
             continue
         for shard_name in packed[own_name]:
-            stored_name = f"{parent_name}.{shard_name}.{leaf}"
-            destinations[stored_name] = Destination(module_name, module.shard(shard_name))
+            destinations[f"{parent_name}.{shard_name}.{leaf}"] = Destination(
+                module_name, module.shard(shard_name), module.partitions[shard_name]
+            )
     return destinations
 
 
@@ -214,7 +249,7 @@ def _check_tensor(name: str, tensor: StoredTensor, destination: Destination) -> 
             f"{tensor.file}: {name} is of type {tensor.dtype}; only {', '.join(BYTES_PER_NUMBER)} "
             "are read (quantized checkpoints are not)."
         )
-    expected = tuple(destination.weight.shape)
+    expected = destination.stored_shape
     if tensor.shape != expected:
         raise WeightsError(
             f"{tensor.file}: {name} has the shape {tensor.shape}, but the model's "
@@ -222,11 +257,13 @@ def _check_tensor(name: str, tensor: StoredTensor, destination: Destination) -> 
         )
 
 
-def _check_tied(alias: str, tensor: StoredTensor, name: str, original: StoredTensor) -> None:
+def _check_tied(
+    alias: str, tensor: StoredTensor, name: str, original: StoredTensor, destination: Destination
+) -> None:
     """Check that a tensor stored twice is twice the same: the model has room for one."""
     if (tensor.shape, tensor.dtype) == (original.shape, original.dtype):
         with safe_open(tensor.file, "pt") as one, safe_open(original.file, "pt") as other:
-            if torch.equal(one.get_tensor(alias), other.get_tensor(name)):
+            if torch.equal(destination.read(one, alias), destination.read(other, name)):
                 return
     raise WeightsError(
         f"{tensor.file}: {alias} differs from {name}, but config.json ties the two "

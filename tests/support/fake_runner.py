@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
+    from nanovllm.engine.ranks import Ranks
     from nanovllm.engine.sequence import Sequence
     from nanovllm.observer import Observer
 
@@ -92,7 +93,9 @@ class FakeRunner:
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
     """
 
-    def __init__(self, config: Config, _model_config: ModelConfig, observer: Observer) -> None:
+    def __init__(
+        self, config: Config, _model_config: ModelConfig, observer: Observer, _ranks: Ranks
+    ) -> None:
         assert config.num_kvcache_blocks is not None
         self.block_size = config.kvcache_block_size
         self.num_kvcache_blocks = config.num_kvcache_blocks
@@ -100,7 +103,7 @@ class FakeRunner:
         self.cache: dict[int, int] = {}  # slot -> digest
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch, _engine_step: int) -> list[int]:
         """What ModelRunner.run does, with the same words to the observer."""
         self.at("scheduled", batch)
         assert batch, "an empty batch"

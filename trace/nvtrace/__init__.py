@@ -19,6 +19,7 @@ _HOMES = {
     "record": "nvtrace.recorder",
     "Recorder": "nvtrace.recorder",
     "read_trace": "nvtrace.reader",
+    "read_ranks": "nvtrace.reader",
     "UnreadableTraceError": "nvtrace.reader",
     "NewerTraceError": "nvtrace.envelope",
     "State": "nvtrace.replay",
@@ -30,6 +31,7 @@ __all__ = [
     "State",
     "UnreadableTraceError",
     "fold_steps",
+    "read_ranks",
     "read_trace",
     "record",
 ]

@@ -98,6 +98,7 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
     used_bytes: int
     utilization: float
     limit_bytes: int | None
+    num_local_ranks: int = 1
     available_bytes: int
     num_layers: int
     block_size: int

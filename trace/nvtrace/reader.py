@@ -5,15 +5,21 @@ Knows files, compression, and what may be wrong with a line. Does not know what 
 
 A killed run leaves a trace without a footer, perhaps with its last line cut: both are warnings,
 and everything before is read. Anything else that is no record is an error with its line number.
+
+With tensor parallelism each rank has a file of its own, trace.rank1.jsonl beside trace.jsonl.
+`read_ranks` reads them together.
 """
 
 from __future__ import annotations
 
 import gzip
+import heapq
 import io
+import itertools
 import sys
 import zlib
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -23,7 +29,7 @@ import zstandard
 from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Record, Unknown, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 _COMPRESSED_CHUNK_BYTES = 16 * 1024
@@ -55,6 +61,76 @@ def read_trace(
     file = _open(source) if isinstance(source, str | Path) else source
     with file:
         yield from _records(_lines(file, name), name, warn or _ignore)
+
+
+def read_ranks(
+    source: str | Path, *, warn: Callable[[str], None] | None = None
+) -> Iterator[tuple[int, Record]]:
+    """Read the traces of all ranks together, ordered by step, rank and event.
+
+    Rank 0's alone says what was requested, scheduled and sampled: fold that one.
+
+    Args:
+        source: path of rank 0's trace; the others lie beside it, by `rank_path`. "-" (stdin), and
+            the path of another rank's trace, are read alone.
+        warn: see `read_trace`. A rank whose file is missing, or is of another run, is left out
+            with a warning.
+
+    Yields:
+        (rank, record) for all that `read_trace` yields of each: all headers first, footers last.
+        What happens between two steps comes after the first of them, on every rank.
+
+    Raises:
+        See `read_trace`, for any of the files.
+    """
+    records = read_trace(source, warn=warn)
+    header = cast("Header", next(records))
+    streams = [_keyed(header.rank, itertools.chain([header], records))]
+    if header.rank == 0 and str(source) != "-":
+        for rank in range(1, header.world_size):
+            others = _of_same_run(rank_path(Path(source), rank), header, warn or _ignore)
+            streams.append(_keyed(rank, others))
+    for key, record in heapq.merge(*streams, key=itemgetter(0)):
+        yield key[2], record
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """Where a rank's trace lies, if rank 0's lies at `path`: trace.jsonl, trace.rank1.jsonl ..."""
+    if rank == 0:
+        return path
+    ending = Path(path.stem).suffix + path.suffix if path.suffix in {".gz", ".zst"} else path.suffix
+    return path.with_name(f"{path.name.removesuffix(ending)}.rank{rank}{ending}")
+
+
+def _of_same_run(path: Path, first: Header, warn: Callable[[str], None]) -> Iterator[Record]:
+    """The records of another rank's trace; none if it is not there, or not of the same run."""
+    if not path.is_file():
+        warn(f"{path} is missing: the run had {first.world_size} ranks, and one is left out")
+        return
+    records = read_trace(path, warn=warn)
+    header = cast("Header", next(records))
+    if header.run_id != first.run_id:
+        warn(f"{path} is of another run: it is left out")
+        return
+    yield header
+    yield from records
+
+
+def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bool, int], Record]]:
+    """Each record with its place among those of all ranks: (step, is it after that step, rank)."""
+    step, is_after = 0, False
+    for record in records:
+        match record:
+            case Header():
+                yield (-1, False, rank), record
+            case Footer():
+                yield (sys.maxsize, True, rank), record
+            case Unknown():  # it stays behind its neighbour
+                yield (step, is_after, rank), record
+            case _:
+                is_after = record.step is None
+                step = record.step or step
+                yield (step, is_after, rank), record
 
 
 def _records(

@@ -13,6 +13,7 @@ scheduling, then preparing, then the forward pass, then sampling, and the rest i
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nanovllm.launch import Launch
 from nanovllm.observer import Observer
 from nvtrace import events as ev
 from nvtrace.pipeline import Existing, Sink, open_sink
+from nvtrace.reader import rank_path
 from nvtrace.writer import Exit, TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Seq
+    from types import TracebackType
 
     from structlog.typing import Processor
 
@@ -59,12 +63,17 @@ def record(
     tap: Callable[[list[ev.Event]], None] | None = None,
     existing: Existing = "keep",
 ) -> Iterator[Recorder]:
-    """Record one engine into a trace file.
+    """Record one engine into a trace file; with tensor parallelism, one file for each rank.
+
+    trace.jsonl is rank 0's, trace.rank1.jsonl rank 1's, and so on. A rank that the engine starts
+    tells its start, and of each step what it was given and how it ran. A rank that torchrun starts
+    runs the whole engine, and its trace tells all of it, as rank 0's does.
 
     Args:
         path: the file to write; a name ending in .gz or .zst is compressed.
         processors: structlog processors before the encoding one; each sees
-            {"event": name, "record": struct} and may raise structlog.DropEvent.
+            {"event": name, "record": struct} and may raise structlog.DropEvent. With tensor
+            parallelism they are pickled for the other ranks.
         tap: called with the events of each step, after they are written.
         existing: "keep" renames a file that is there, "replace" overwrites it, "error" raises.
 
@@ -74,18 +83,19 @@ def record(
     Raises:
         OSError: the file cannot be created.
     """
-    sink, kept = open_sink(Path(path), existing=existing)
-    recorder = Recorder(sink, processors=processors, tap=tap)
-    recorder.kept = kept
-    try:
+    from nvtrace.ranks import RankRecipe, keep_ranks  # noqa: PLC0415 - its recorder is one of ours
+
+    launch = Launch.from_environment(os.environ)
+    rank = 0 if launch is None else launch.rank
+    own_path, processors = rank_path(Path(path), rank), tuple(processors)
+    sink, kept = open_sink(own_path, existing=existing)
+    with Recorder(sink, processors=processors, tap=tap, rank=rank) as recorder:
+        recorder.kept = kept
+        if launch is None:
+            if kept is not None:
+                keep_ranks(own_path, kept)
+            recorder.recipe = RankRecipe(own_path, recorder.trace.run_id, processors, existing)
         yield recorder
-    except KeyboardInterrupt:
-        recorder.close("interrupted")
-        raise
-    except BaseException:
-        recorder.close("error")
-        raise
-    recorder.close("ok")
 
 
 class Recorder(Observer):
@@ -94,10 +104,12 @@ class Recorder(Observer):
     Args:
         sink: where the lines go.
         processors, tap: see `record`.
+        rank: of the process that this is.
 
     Attributes:
         trace: the writer; `trace.sink.error` tells whether a write failed.
         kept: where a trace that was in the way has been renamed to.
+        recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
     """
 
     def __init__(
@@ -106,13 +118,34 @@ class Recorder(Observer):
         *,
         processors: Iterable[Processor] = (),
         tap: Callable[[list[ev.Event]], None] | None = None,
+        rank: int = 0,
     ) -> None:
         self.trace = TraceWriter(sink, processors, tap)
+        self.rank = rank
         self.kept: Path | None = None
+        self.recipe: Callable[[int], Observer] | None = None
         self._marks = _StepMarks(0)
         self._last_init = 0
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
+
+    # -- other ranks -----------------------------------------------------------------------------
+
+    @override
+    def for_workers(self) -> Callable[[int], Observer] | None:
+        return self.recipe
+
+    @override
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close("ok")
+        else:
+            self.close("interrupted" if isinstance(error, KeyboardInterrupt) else "error")
 
     # -- bootstrap, init -------------------------------------------------------------------------
 
@@ -120,7 +153,11 @@ class Recorder(Observer):
     def engine_init(self, config: Config, model_config: ModelConfig) -> None:
         if self.trace.has_header:
             raise ValueError("this recorder has an engine already: one record() for each LLM")
-        self.trace.write_header(asdict(config), asdict(model_config))
+        from nvtrace.ranks import shared_run_id  # noqa: PLC0415 - its recorder is one of ours
+
+        world_size = config.tensor_parallel_size
+        self.trace.run_id = shared_run_id(self.trace.run_id, world_size)
+        self.trace.write_header(asdict(config), asdict(model_config), self.rank, world_size)
         self.trace.add(
             ev.EngineInit,
             "bootstrap",

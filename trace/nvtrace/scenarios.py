@@ -143,11 +143,14 @@ def run_scenario(
     messages = options.messages or scenario.messages
     arrivals = () if options.messages else scenario.arrivals
     llm = LLM(_first(options.model, TINY_QWEN3), observer=observer, **config)
-    if arrivals:
-        return _run_arrivals(llm, messages, arrivals, params)
-    prompts = [llm.tokenizer.apply_chat_template(message) for message in messages]
-    outputs = llm.generate(prompts, params)
-    return [Answer(*pair) for pair in zip(messages, outputs, strict=True)]
+    try:
+        if arrivals:
+            return _run_arrivals(llm, messages, arrivals, params)
+        prompts = [llm.tokenizer.apply_chat_template(message) for message in messages]
+        outputs = llm.generate(prompts, params)
+        return [Answer(*pair) for pair in zip(messages, outputs, strict=True)]
+    finally:
+        llm.exit()
 
 
 def _run_arrivals(

@@ -54,6 +54,7 @@ class TraceWriter:
         batch_phase: whether that step is a prefill or a decode.
         num_events: events written so far.
         has_header: was the first line written?
+        run_id: which run this is, for the header. All ranks of a run have the same.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TraceWriter:
         self.batch_phase: Literal["prefill", "decode", "mixed"] = "prefill"
         self.num_events = 0
         self.has_header = False
+        self.run_id = uuid.uuid4().hex
         self._logger = make_logger(sink, processors)
         self._tap = tap
         self._notes: deque[_Note] = deque()
@@ -142,7 +144,7 @@ class TraceWriter:
         created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
         self._logger.emit(
             Header(
-                run_id=uuid.uuid4().hex,
+                run_id=self.run_id,
                 rank=rank,
                 world_size=world_size,
                 created=created.isoformat(),

@@ -46,7 +46,7 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
         _model(run, catalog),
         _engine(run, catalog),
         _limits(run, catalog),
-        *_kv_budget(run.budget, catalog, shapes.times),
+        *_kv_budget(run.budget, catalog, shapes.times, run.header.world_size),
         _machine(run.header.environment),
         _started(run, catalog),
     )
@@ -103,6 +103,8 @@ def _engine(run: RunSummary, catalog: Catalog) -> list[str]:
     engine = run.header.engine
     parts = [f"{engine.get('name', '?')} {engine.get('version', '')}".strip()]
     if run.init:
+        if run.init.tp_size > 1:
+            parts.append(catalog.ui("header_ranks", number=run.init.tp_size))
         parts += [run.init.device, run.init.dtype, run.init.attention_backend]
         parts.append(run.init.policy)
         key = "on" if run.init.enable_prefix_caching else "off"
@@ -123,7 +125,7 @@ def _limits(run: RunSummary, catalog: Catalog) -> list[str]:
 
 
 def _kv_budget(
-    budget: ev.KvBudgetEstimate | None, catalog: Catalog, times: str
+    budget: ev.KvBudgetEstimate | None, catalog: Catalog, times: str, num_ranks: int
 ) -> tuple[list[str], list[str], list[str]]:
     """The sum with its numbers: a page's size, the room there is, the pages that fit in."""
     if budget is None:
@@ -155,7 +157,13 @@ def _kv_budget(
         num_tokens=count(budget.num_blocks * budget.block_size),
         pool=size(budget.num_blocks * budget.block_bytes),
     )
-    return [page], [room] if budget.rule == "cpu_bounded" else [], [pages]
+    rooms = [room] if budget.rule == "cpu_bounded" else []
+    if num_ranks == 1:
+        return [page], rooms, [pages]
+    if rooms:
+        available, number = size(budget.available_bytes), budget.num_local_ranks
+        rooms.append(catalog.ui("header_room_ranks", size=available, number=number))
+    return [page, catalog.ui("header_page_ranks", number=num_ranks)], rooms, [pages]
 
 
 def _machine(environment: dict[str, Any]) -> list[str]:

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
 
 
-def log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
-    """One event in one line, without a newline."""
+def log_line(event: ev.Event | Unknown, catalog: Catalog, rank: int = 0) -> str:
+    """One event in one line, without a newline; that of another rank than 0 begins with it."""
+    line = _log_line(event, catalog)
+    return f"rank={rank} | {line}" if rank else line
+
+
+def _log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
     match event:
         case ev.StepEnd():
             return (

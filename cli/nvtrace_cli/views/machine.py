@@ -24,9 +24,10 @@ def json_line(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def record_line(record: Record) -> str:
-    """A record as it stands in its trace."""
-    return json_line(record.fields if isinstance(record, Unknown) else record)
+def record_line(record: Record, rank: int = 0) -> str:
+    """A record as it stands in its trace; that of another rank than 0 says so besides."""
+    fields = record.fields if isinstance(record, Unknown) else record
+    return json_line(msgspec.to_builtins(fields) | {"rank": rank} if rank else fields)
 
 
 def step_object(step: StepSummary) -> dict[str, Any]:

@@ -6,6 +6,7 @@ what the options are called (`nvtrace_cli/replay.py`).
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from nvtrace.envelope import Footer, Header
-from nvtrace.reader import read_trace
+from nvtrace.reader import read_ranks
 from nvtrace.replay import InconsistentTraceError
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.folding import fold
@@ -110,10 +111,10 @@ class Replay:
         is_animated = self.speed is not None and is_terminal() and not as_json
         pacer = Pacer(self.speed) if is_animated and self.speed is not None else None
         is_any_picked = False
-        for record in self._records():
+        for rank, record in self._records():
             if isinstance(record, Header | Footer):
                 if as_json and self.selection.is_everything:
-                    print_line(record_line(record))
+                    print_line(record_line(record, rank))
                 continue
             if not self.selection.picks_event(record):
                 continue
@@ -121,20 +122,24 @@ class Replay:
             if pacer is not None:
                 pacer.wait_until(getattr(record, "ts_ns", None))
             if as_json:
-                print_line(record_line(record))
+                print_line(record_line(record, rank))
             elif console.is_terminal and not console.no_color:
-                console.print(_coloured(log_line(record, self.catalog)), soft_wrap=True)
+                console.print(_coloured(log_line(record, self.catalog, rank)), soft_wrap=True)
             else:
-                print_line(log_line(record, self.catalog))
+                print_line(log_line(record, self.catalog, rank))
         if not is_any_picked:
             self.warn("no event of the trace is picked by these options")
 
-    def _records(self) -> Iterator[Record]:
-        return read_trace(self.source, warn=self.warn)
+    def _records(self) -> Iterator[tuple[int, Record]]:
+        """All ranks' records, each with its rank; those of the first one that is read tell all."""
+        return read_ranks(self.source, warn=self.warn)
 
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
         try:
-            run = summarize(self._records())
+            records = self._records()
+            rank, header = next(records)
+            own = (record for other, record in records if other == rank)
+            run = summarize(itertools.chain([header], own))
         except InconsistentTraceError as error:
             raise InconsistentTraceError(f"{self.name}: {error}") from error
         self.selection.check(run, self.name)

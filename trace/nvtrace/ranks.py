@@ -1,0 +1,105 @@
+"""The traces of ranks above 0.
+
+    trace.jsonl          rank 0: requests, queues, pages, and what it computed
+    trace.rank1.jsonl    rank 1, the same run_id: its start, and what it computed in each step
+
+A rank that the engine started hears of no request, queue or page: rank 0 decides, and rank 0's
+trace holds that.
+
+Knows where such a trace goes and when its step ends. Does not know how the recipe gets into the
+other process (the engine sends it), or how the files are read together (`reader.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from nanovllm.launch import Launch
+from nvtrace.pipeline import Existing, Sink, open_sink
+from nvtrace.reader import rank_path
+from nvtrace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from structlog.typing import Processor
+
+    from nanovllm.engine.kv_cache import KVBudget
+
+
+class RankRecorder(Recorder):
+    """The recorder of a rank that the engine started.
+
+    Args:
+        sink: where the lines go.
+        rank: from 1.
+        run_id: that of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+    """
+
+    def __init__(
+        self, sink: Sink, rank: int, run_id: str, processors: Iterable[Processor] = ()
+    ) -> None:
+        super().__init__(sink, processors=processors, rank=rank)
+        self.trace.run_id = run_id
+
+    @override
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        super().kv_budget_estimate(budget)
+        self.trace.drain()  # nobody says here that the engine is ready
+
+    @override
+    def run_eager(self, reason: str, num_tokens: int) -> None:
+        # Nobody has told this rank what was scheduled: how the model ran says it.
+        self.trace.batch_phase = (
+            "prefill" if reason == "prefill" else "mixed" if reason == "mixed" else "decode"
+        )
+        super().run_eager(reason, num_tokens)
+        self.trace.drain()  # this is the end of the step here
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecipe:
+    """Makes the recorder of a rank, in that rank's process.
+
+    Attributes:
+        path: of rank 0's trace.
+        run_id: of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+        existing: the same.
+    """
+
+    path: Path
+    run_id: str
+    processors: tuple[Processor, ...]
+    existing: Existing
+
+    def __call__(self, rank: int) -> RankRecorder:
+        """Open the rank's file."""
+        sink, _ = open_sink(rank_path(self.path, rank), existing=self.existing)
+        return RankRecorder(sink, rank, self.run_id, self.processors)
+
+
+def keep_ranks(path: Path, kept: Path) -> None:
+    """After rank 0's old trace was renamed from `path` to `kept`: let the others' go with it."""
+    for rank in count(1):
+        old = rank_path(path, rank)
+        if not old.is_file():
+            return
+        old.rename(rank_path(kept, rank))
+
+
+def shared_run_id(run_id: str, world_size: int) -> str:
+    """One run_id for the recorders of all ranks that torchrun started."""
+    launch = Launch.from_environment(os.environ)
+    if launch is None or launch.world_size == 1 or launch.world_size != world_size:
+        return run_id
+    from nanovllm.engine.ranks import share  # noqa: PLC0415 - loads torch, as the engine does then
+
+    return share("nvtrace/run_id", run_id)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import override
 
 from nanovllm import __version__
 from nvtrace_cli import main as main_module
 from nvtrace_cli.main import main
-from nvtrace_cli.options import Lang, locale_language
+from nvtrace_cli.options import Lang, locale_language, say
+from nvtrace_cli.views.console import is_terminal, make_console
 from support.cli import call, command, environment, spawn
 from support.cli_traces import article_run, write_trace
 
@@ -96,6 +100,9 @@ def test_version_is_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "example", "--temperature", "-1"], "--temperature"),
         (["run", "example", "--temperature", "nan"], "--temperature"),
         (["run", "example", "--temperature", "inf"], "--temperature"),
+        (["run", "example", "--temperature", "1e7"], "--temperature"),
+        (["run", "example", "--max-tokens", str(2**31)], "--max-tokens"),
+        (["run", "example", "--prompt", "caf\udce9"], r"--prompt caf\udce9"),
         (["run", "example", "--seed", "-1"], "--seed"),
         (["run", "example", "--seed", str(2**64)], "--seed"),
         (["run", "example", "--out", "-"], "--out"),
@@ -176,6 +183,56 @@ def test_a_closed_pipe_is_silent(trace: Path, options: list[str]) -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), errors) == (0, b"")
+
+
+def test_what_is_said_moves_no_cursor_and_breaks_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say("red\x1b[31m\nand more")
+    assert capsys.readouterr().err == "nvtrace: red\\x1b[31m\\nand more\n"
+
+
+class BrokenStream(io.StringIO):
+    """A pipe that nobody reads any more. Counts who tries."""
+
+    num_tries = 0
+
+    @override
+    def write(self, _text: str) -> int:
+        self.num_tries += 1
+        raise BrokenPipeError
+
+
+def closed_stream() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, BrokenStream(), closed_stream()])
+def test_without_a_stderr_nothing_is_said_and_nothing_fails(
+    stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("is anybody there?")
+    assert main_module.run_command(["dance"]) == 2
+    assert not is_terminal(stderr=True)
+
+
+def test_a_console_on_a_broken_stderr_turns_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = BrokenStream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = make_console(stderr=True)
+    console.print("one")
+    console.print("two")
+    assert stream.num_tries == 1
+
+
+def test_a_process_without_streams_ends_as_any_other() -> None:
+    for redirections in ("2>&-", ">&- 2>&-"):
+        line = f"{shlex.join(command('dance'))} {redirections}"
+        done = subprocess.run(line, shell=True, env=environment(), check=False)  # noqa: S602 - our own line
+        assert done.returncode == 2
 
 
 def test_the_module_is_the_command() -> None:

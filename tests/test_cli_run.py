@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pty
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from typing_extensions import override
 
 from nanovllm.engine.model_runner import ModelRunner
 from nvtrace import events as ev
@@ -25,7 +28,7 @@ from nvtrace_cli.progress import Progress
 from nvtrace_cli.run import stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
 from nvtrace_cli.views.console import THEME, UNICODE
-from nvtrace_cli.views.live import progress_view
+from nvtrace_cli.views.live import LiveReporter, progress_view, reporting
 from support.cli import call, command, environment
 from support.oracle import Oracle, save_tokenizer
 
@@ -153,6 +156,85 @@ def test_list_names_every_scenario_with_its_story(capsys: pytest.CaptureFixture[
         assert story in " ".join(out.split())
 
 
+def test_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    value = json.loads(call(capsys, "run", "--list", "--json").out)
+    assert [scenario["name"] for scenario in value] == list(SCENARIOS)
+    for scenario in value:
+        title, story = load_catalog("en").scenario(scenario["name"])
+        assert (scenario["title"], scenario["story"]) == (title, story)
+
+
+def test_the_next_command_can_be_pasted_whatever_the_trace_is_called(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2", "--out", "my trace;.jsonl"))
+    assert outcome.err.endswith("next: nvtrace replay 'my trace;.jsonl'\n")
+
+
+def test_a_home_folder_is_found(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(oracle.folder.parent))
+    arguments = ("--model", f"~/{oracle.folder.name}", "--prompt", "w5", "--max-tokens", "2")
+    assert call(capsys, "run", "example", *arguments).code == 0
+
+
+def test_more_tokens_are_offered_only_where_max_tokens_was_the_end(
+    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hint = "--max-tokens N for more"
+    assert call(capsys, *run_arguments(oracle, "--max-tokens", "2")).err.count(hint) == 2
+    full = call(capsys, *run_arguments(oracle, "--max-tokens", "99999"))
+    assert "max_model_len" in full.out
+    assert hint not in full.err
+
+
+def test_a_run_whose_stderr_nobody_reads_comes_to_its_end(oracle: Oracle, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(*run_arguments(oracle, "--max-tokens", "60")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    process.stderr.close()  # before the first line comes
+    assert process.stdout is not None
+    with process.stdout:
+        assert text_of(oracle.greedy([8], 60)) in process.stdout.read()
+    assert process.wait(timeout=60) == 0
+    last = list(read_trace(tmp_path / "trace.jsonl"))[-1]
+    assert isinstance(last, Footer)
+    assert last.exit == "ok"
+
+
+def test_the_moving_picture_on_a_terminal_that_went_away_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class GoneTerminal(io.StringIO):
+        num_tries = 0
+
+        @override
+        def isatty(self) -> bool:
+            return True
+
+        @override
+        def write(self, _text: str) -> int:
+            self.num_tries += 1
+            raise BrokenPipeError
+
+    stream = GoneTerminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with reporting(load_catalog("en"), is_quiet=False) as report:
+        assert isinstance(report, LiveReporter)
+        report([step_end(1)])
+        report([step_end(2)])
+    assert report.progress.step == 2
+    assert stream.num_tries == 1
+
+
 def test_control_characters_of_an_answer_are_escaped_but_its_lines_are_kept() -> None:
     assert escape_lines("<think>\nok \x1b[2J\r\n</think>") == "<think>\nok \\x1b[2J\\r\n</think>"
 
@@ -247,6 +329,7 @@ def test_a_full_disk_does_not_stop_the_run_but_fails_it(
     )
     outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
     assert outcome.code == 5
+    assert text_of(oracle.greedy([8], 2)) in outcome.out  # the answers are not thrown away
     assert outcome.err.count("No space left on device") == 2  # when it happened, and at the end
     assert "trace.jsonl is not whole" in failure(outcome.err)
 
@@ -294,13 +377,59 @@ def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
 
 
 def test_ctrl_c_strikes_at_once_before_the_first_step_and_when_pressed_twice() -> None:
+    with stopping_between_steps(lambda _events: None), pytest.raises(KeyboardInterrupt):
+        interrupt()
     with stopping_between_steps(lambda _events: None) as tap:
-        with pytest.raises(KeyboardInterrupt):
-            interrupt()
         tap([step_end(1)])
         interrupt()
         with pytest.raises(KeyboardInterrupt):
             interrupt()
+
+
+def test_ctrl_c_that_got_lost_before_the_first_step_strikes_at_the_next_events() -> None:
+    heard: list[ev.Event] = []
+    with stopping_between_steps(heard.extend) as tap:
+        with contextlib.suppress(KeyboardInterrupt):  # as an import of C code may do
+            interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            tap([])
+        with tap.blamed():
+            pass
+        tap([])  # while the trace is closed, nothing is raised any more
+
+
+def test_a_failure_after_ctrl_c_is_an_interruption_and_one_before_is_not() -> None:
+    with stopping_between_steps(lambda _events: None) as tap:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt()
+        with pytest.raises(KeyboardInterrupt), tap.blamed():
+            raise ImportError("initialization failed")
+    with (
+        stopping_between_steps(lambda _events: None) as tap,
+        pytest.raises(ImportError),
+        tap.blamed(),
+    ):
+        raise ImportError("initialization failed")
+
+
+def test_ctrl_c_turned_into_another_error_while_the_engine_loads_still_ends_with_130(
+    oracle: Oracle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*_arguments: object) -> None:
+        try:
+            interrupt()
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+
+    monkeypatch.setattr("nvtrace.scenarios.run_scenario", load)
+    outcome = call(capsys, *run_arguments(oracle))
+    assert (outcome.code, outcome.out) == (130, "")
+    last = list(read_trace(tmp_path / "trace.jsonl"))[-1]
+    assert isinstance(last, Footer)
+    assert last.exit == "interrupted"
 
 
 def test_afterwards_ctrl_c_is_as_it_was() -> None:
@@ -376,27 +505,7 @@ def test_on_a_terminal_a_run_is_a_picture_that_moves(oracle: Oracle, tmp_path: P
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_moving_picture_has_a_line_for_each_request(language: Language) -> None:
     progress = Progress()
-    progress.apply(
-        [
-            ev.RequestEnqueue(
-                event_id=1,
-                ts_ns=0,
-                step=None,
-                phase="ingress",
-                seq_id=seq_id,
-                prompt_len=3,
-                max_tokens=8,
-                temperature=0.6,
-                top_k=None,
-                top_p=1.0,
-                seed=0,
-                ignore_eos=False,
-                waiting_len=seq_id + 1,
-                prompt_token_ids=[5, 6, 7],
-            )
-            for seq_id in range(3)
-        ]
-    )
+    progress.apply([enqueue(seq_id) for seq_id in range(3)])
     progress.requests[1].num_tokens = 4
     progress.requests[1].state = "decode"
     progress.requests[2].num_tokens = 8
@@ -411,6 +520,70 @@ def test_the_moving_picture_has_a_line_for_each_request(language: Language) -> N
     assert lines[2].startswith("seq 2  " + "━" * 30 + "●  8/8  ")
     assert len(lines) == 4
     assert max(map(cell_len, lines)) <= 80
+
+
+def enqueue(seq_id: int) -> ev.RequestEnqueue:
+    return ev.RequestEnqueue(
+        event_id=1,
+        ts_ns=0,
+        step=None,
+        phase="ingress",
+        seq_id=seq_id,
+        prompt_len=3,
+        max_tokens=8,
+        temperature=0.6,
+        top_k=None,
+        top_p=1.0,
+        seed=0,
+        ignore_eos=False,
+        waiting_len=seq_id + 1,
+        prompt_token_ids=[5, 6, 7],
+    )
+
+
+def test_what_is_computed_again_after_a_preemption_is_a_prefill() -> None:
+    progress = Progress()
+    progress.apply([enqueue(0), enqueue(1)])
+    for request in progress.requests.values():
+        request.num_tokens = 4
+    lengths: dict[str, Any] = {
+        "scheduled": 1,
+        "num_batched_tokens": 7,
+        "token_budget": 9,
+        "waiting_len": 0,
+        "running_len": 2,
+        "free_blocks": 5,
+        "ts_ns": 1,
+        "event_id": 3,
+    }
+    again = ev.SchedulePrefill(
+        reason="waiting_admissible",
+        phase="prefill",
+        step=7,
+        engine_step=7,
+        seq_ids=[1],
+        num_scheduled_tokens=[7],
+        num_computed_tokens=[0],
+        num_cached_tokens=[0],
+        **lengths,
+    )
+    progress.requests[0].state = "decode"
+    progress.apply([again])
+    assert [progress.requests[seq_id].state for seq_id in (0, 1)] == ["idle", "prefill"]
+    mixed = ev.ScheduleMixed(
+        phase="mixed",
+        step=8,
+        engine_step=8,
+        num_decodes=1,
+        num_prefills=1,
+        seq_ids=[1, 0],
+        num_scheduled_tokens=[1, 7],
+        num_computed_tokens=[7, 0],
+        num_cached_tokens=[0, 0],
+        **lengths,
+    )
+    progress.apply([mixed])
+    assert [progress.requests[seq_id].state for seq_id in (0, 1)] == ["prefill", "decode"]
 
 
 # -- the scenarios, on the model that ships --------------------------------------------------------

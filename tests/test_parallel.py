@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from nanovllm.layers.sampler import SamplingTensors
+
 MAX_TOKENS = 12
 
 
@@ -355,6 +357,24 @@ def test_sampling_is_rank_0s_and_the_same_as_alone(pair: Pair, plain: Oracle) ->
     assert tokens_of(pair.plain.generate(prompts, params)) == tokens_of(alone)
 
 
+def test_no_padding_of_the_vocabulary_can_be_sampled(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks hold 66 rows each, and the vocabulary has 131."""
+    runner, widths = pair.plain.model_runner, []
+    sampler = runner.sampler
+
+    def watched(logits: Tensor, params: SamplingTensors) -> Tensor:
+        widths.append(logits.shape[-1])
+        token_ids: Tensor = sampler(logits, params)
+        return token_ids
+
+    monkeypatch.setattr(runner, "sampler", watched)
+    pair.plain.generate([[1, 2, 3]], greedy_params(2))
+    assert runner.model.lm_head.weight.shape[0] == 66
+    assert widths == [131, 131]
+
+
 def test_an_exception_between_two_steps_leaves_the_ranks_together(
     pair: Pair, plain: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,8 +429,8 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
                 plain.folder,
                 tensor_parallel_size=2,
                 distributed_timeout=6,
-                max_num_batched_tokens=20_000,
-                num_kvcache_blocks=100,
+                max_num_batched_tokens=80_000,
+                num_kvcache_blocks=350,
             )
     (pid,) = pids
     prompts = [random_tokens(500, seed=seed) for seed in range(40)]
@@ -419,7 +439,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
     assert [len(output["token_ids"]) for output in outputs] == [1] * 40
 
     os.kill(pid, signal.SIGSTOP)
-    prompts = [random_tokens(500, seed=seed) for seed in range(40, 80)]  # more than a pipe holds
+    prompts = [random_tokens(500, seed=seed) for seed in range(160)]  # more than a pipe holds
     with pytest.raises(WorkerError, match="rank 1 did not answer within 6 s"):
         llm.generate(prompts, greedy_params(1))
     assert not is_running(pid)

@@ -19,6 +19,7 @@ from nvtrace_cli.failures import INTERRUPTED, NEWER_TRACE, OWN_FAULT, UNREADABLE
 from nvtrace_cli.options import say
 from nvtrace_cli.replay import replay
 from nvtrace_cli.run import run
+from nvtrace_cli.stderr import fill_missing_streams
 
 app = typer.Typer(
     name="nvtrace",
@@ -54,6 +55,7 @@ def nvtrace(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    fill_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # what a terminal cannot spell is escaped, not a crash
@@ -81,18 +83,16 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """The error on one line."""
-    from nvtrace_cli.views.text import escape  # noqa: PLC0415 - for errors only
-
+    """What to say of an error."""
     if hasattr(error, "format_message"):  # typer's own: a wrong option
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "nvtrace"
-        return escape(f"{error.format_message().rstrip('.')} (see {command} --help)")
+        return f"{error.format_message().rstrip('.')} (see {command} --help)"
     if _exit_code(error) == OWN_FAULT:
-        return escape(
+        return (
             f"{type(error).__name__}: {error} - this should not happen; NVTRACE_DEBUG=1 shows where"
         )
-    return escape(str(error))
+    return str(error)
 
 
 def _exit_code(error: Exception) -> int:

@@ -7,11 +7,12 @@ Knows the option `--lang` and where its default comes from. Imports nothing heav
 from __future__ import annotations
 
 import os
-import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from nvtrace_cli.stderr import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,5 @@ def words(lang: Lang | None) -> Catalog:
 
 
 def say(message: str) -> None:
-    """A message for the person at the terminal: one line on stderr."""
-    sys.stderr.write(f"nvtrace: {message}\n")
-    sys.stderr.flush()
+    """A message for the person at the terminal: one line on stderr, escaped; see `tell`."""
+    tell(f"nvtrace: {message}")

@@ -91,10 +91,10 @@ class Progress:
                 self.waiting_len = self.running_len = 0
 
     def _schedule(self, event: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed) -> None:
-        batch = set(event.seq_ids)
+        batch, prefills = set(event.seq_ids), _prefills(event)
         for request in self.requests.values():
             if request.seq_id in batch:
-                request.state = "decode" if request.num_tokens else "prefill"
+                request.state = "prefill" if request.seq_id in prefills else "decode"
             elif request.state in {"prefill", "decode"}:
                 request.state = "idle"
 
@@ -104,3 +104,13 @@ class Progress:
             request.state, request.reason = "ended", event.reason
         elif event.status == "WAITING":
             request.state = "preempted"
+
+
+def _prefills(event: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed) -> set[int]:
+    """Of a batch, those whose prompt is computed; after a preemption, what they had is as well."""
+    match event:
+        case ev.SchedulePrefill():
+            return set(event.seq_ids)
+        case ev.ScheduleMixed():  # the decodes come first
+            return set(event.seq_ids[event.num_decodes :])
+    return set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import sys
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ def run(
         int, typer.Option(min=1, metavar="N", help="Processes that share the model.")
     ] = 1,
     lang: LangOption = None,
-    json: Annotated[bool, typer.Option("--json", help="The answers as JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="The answers (or the list) as JSON.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answers only.")] = False,
 ) -> None:
     """Run a scenario, watch it, and record its trace.
@@ -80,14 +83,17 @@ def run(
 
     catalog = words(lang)
     if list_:
-        view.print_scenarios(SCENARIOS, catalog)
+        if json:
+            view.print_json(view.scenario_objects(SCENARIOS, catalog))
+        else:
+            view.print_scenarios(SCENARIOS, catalog)
         return
     if name is None and prompt:
         name = "example"
     if name is None or name not in SCENARIOS:
         raise UsageError(_unknown(name, list(SCENARIOS)))
-    if temperature is not None and not math.isfinite(temperature):
-        raise UsageError(f"--temperature {temperature}: it must be a finite number")
+    _check_sampling(temperature, max_tokens)
+    _check_prompts(prompt or [])
     _check_out(out)
     _check_policy(policy)
     options = Options(
@@ -98,21 +104,34 @@ def run(
         seed=seed,
         config=_engine_options(policy, tp),
     )
-    answers = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
+    answers, fault = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
     if json:
         view.print_json(view.answers_object(name, str(out), answers))
     else:
         view.print_answers(answers, catalog, is_quiet=quiet)
+    if fault is not None:
+        raise RunFailedError(fault)
     if not quiet:
         is_hidden = not which("nvtrace") and which(sys.argv[0])  # .venv/bin/nvtrace, say
         command = sys.argv[0] if is_hidden else "nvtrace"
-        say(catalog.ui("run_next", trace=out, command=command))
+        say(
+            catalog.ui(
+                "run_next", trace=out, command=shlex.quote(command), quoted=shlex.quote(str(out))
+            )
+        )
 
 
 def _record(
     scenario: Scenario, options: Options, out: Path, catalog: Catalog, *, is_quiet: bool
-) -> list[Answer]:
-    """Run and record. Every way to fail ends in a RunFailedError, Ctrl-C in KeyboardInterrupt."""
+) -> tuple[list[Answer], str | None]:
+    """Run and record. Ctrl-C ends in KeyboardInterrupt.
+
+    Returns:
+        The answers, and what is wrong with the trace.
+
+    Raises:
+        RunFailedError: there are no answers, for whatever reason.
+    """
     # Before torch is loaded: threads that wait for each other sleep instead of spinning. On an idle
     # machine it makes no difference; on a busy one a decode step is not 10 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -125,11 +144,12 @@ def _record(
     is_recording = False
     try:
         if options.model is not None:  # before an older trace is moved out of the way
-            ModelConfig.from_folder(options.model)
+            ModelConfig.from_folder(Path(options.model).expanduser())
         with (
             reporting(catalog, is_quiet=is_quiet) as report,
             stopping_between_steps(report) as tap,
             record(out, tap=tap) as recorder,
+            tap.blamed(),
         ):
             is_recording = True
             if recorder.kept is not None:
@@ -143,18 +163,60 @@ def _record(
         raise RunFailedError(str(error)) from error
     except Exception as error:
         raise RunFailedError(f"the run failed: {type(error).__name__}: {error}") from error
-    if recorder.trace.sink.error is not None:
-        raise RunFailedError(
-            f"{out} is not whole, {recorder.trace.sink.num_lost} lines could not be written: "
-            f"{recorder.trace.sink.error}"
-        )
-    return answers
+    sink = recorder.trace.sink
+    if sink.error is None:
+        return answers, None
+    return answers, (
+        f"{out} is not whole, {sink.num_lost} lines could not be written: {sink.error}"
+    )
+
+
+class StoppingTap:
+    """Hears of a run's events, passes them on, and stops the run once that is asked.
+
+    Attributes:
+        is_asked: was Ctrl-C pressed?
+    """
+
+    def __init__(self, tap: Callable[[list[Event]], None]) -> None:
+        self.is_asked = False
+        self._tap = tap
+        self._is_stepping = False
+        self._is_over = False
+
+    def __call__(self, events: list[Event]) -> None:
+        """Take in events. At a step's end, and before the first, the run can be stopped."""
+        from nvtrace.events import StepEnd  # noqa: PLC0415 - --help needs no structs
+
+        self._tap(events)
+        is_end = any(isinstance(event, StepEnd) for event in events)
+        can_stop = is_end or not self._is_stepping
+        self._is_stepping = self._is_stepping or is_end
+        if self.is_asked and can_stop and not self._is_over:
+            raise KeyboardInterrupt
+
+    def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        """Note the wish; fulfil it at once before the first step, and when it is the second."""
+        strikes = self.is_asked or not self._is_stepping
+        self.is_asked = True  # first of all: what is raised here may get lost in foreign code
+        if strikes:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Any failure after Ctrl-C is its doing: torch may turn the one into another."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_asked:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            self._is_over = True  # what comes now is the closing of the trace
 
 
 @contextmanager
-def stopping_between_steps(
-    tap: Callable[[list[Event]], None],
-) -> Iterator[Callable[[list[Event]], None]]:
+def stopping_between_steps(tap: Callable[[list[Event]], None]) -> Iterator[StoppingTap]:
     """Let Ctrl-C wait for the step's end, so that the trace is whole up to it.
 
     Before the first step, and when pressed twice, Ctrl-C strikes at once.
@@ -165,26 +227,8 @@ def stopping_between_steps(
     Yields:
         The tap to give to the recorder.
     """
-    from nvtrace.events import StepEnd  # noqa: PLC0415 - --help needs no structs
-
-    is_stepping = False
-    is_asked = False
-
-    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal is_asked
-        if is_asked or not is_stepping:
-            raise KeyboardInterrupt
-        is_asked = True
-
-    def stopping_tap(events: list[Event]) -> None:
-        nonlocal is_stepping
-        tap(events)
-        if any(isinstance(event, StepEnd) for event in events):
-            is_stepping = True
-            if is_asked:
-                raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    stopping_tap = StoppingTap(tap)
+    before = signal.signal(signal.SIGINT, stopping_tap.on_interrupt)
     try:
         yield stopping_tap
     finally:
@@ -194,6 +238,31 @@ def stopping_between_steps(
 def _engine_options(policy: str | None, tp: int) -> dict[str, str | int]:
     options: dict[str, str | int] = {"tensor_parallel_size": tp}
     return options if policy is None else options | {"policy": policy}
+
+
+def _check_sampling(temperature: float | None, max_tokens: int | None) -> None:
+    from nanovllm.sampling_params import SamplingParams  # noqa: PLC0415 - --help needs no engine
+
+    if temperature is not None and not math.isfinite(temperature):
+        raise UsageError(f"--temperature {temperature}: it must be a finite number")
+    for option, given in (
+        ("--temperature", {"temperature": temperature}),
+        ("--max-tokens", {"max_tokens": max_tokens}),
+    ):
+        [value] = given.values()
+        try:
+            if value is not None:
+                SamplingParams(**given)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{option} {value}: {error}") from error
+
+
+def _check_prompts(prompts: list[str]) -> None:
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"--prompt {prompt}: it is not valid UTF-8") from error
 
 
 def _check_policy(policy: str | None) -> None:

@@ -71,6 +71,7 @@ class LLMEngine:
         self.config.resolve(self.model_config)
         self.observer.engine_init(self.config, self.model_config)
         self.tokenizer = Tokenizer(self.config.model)
+        self.tokenizer.load()  # a broken one is refused now, not when text goes out
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
@@ -95,6 +96,7 @@ class LLMEngine:
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
         self.engine_step = 0
+        self._handled: BaseException | None = None  # the exception that _recovering dealt with last
         self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids)
 
     # -- request by request ----------------------------------------------------------------------
@@ -268,13 +270,19 @@ class LLMEngine:
         try:
             yield
         except BaseException as error:
-            seqs = list(self.requests.values())
-            if seqs:  # not yet cleared further in
-                self.observer.engine_error(error)
-                self.scheduler.reset(seqs)
-                self.requests.clear()
-            self.output_processor.reset(seqs)
+            if error is not self._handled:  # not yet, further in
+                self._handled = error
+                self._recover(error)
             raise
+
+    def _recover(self, error: BaseException) -> None:
+        seqs = list(self.requests.values())
+        self.requests.clear()
+        self.output_processor.reset(seqs)
+        try:  # an observer may fail as well: the engine must not
+            self.observer.engine_error(error)
+        finally:
+            self.scheduler.reset(seqs)
 
     @contextmanager
     def _aborting_the_rest(self) -> Iterator[None]:
@@ -322,9 +330,11 @@ class LLMEngine:
         own_seed = (self.config.seed * 0x9E3779B97F4A7C15 + seq_id) % 2**64
         seed = own_seed if params.seed is None else params.seed
         seq = Sequence(seq_id, token_ids, params, seed)
-        self.requests[seq_id] = seq
-        self.output_processor.add(seq)
-        self.scheduler.add(seq)
+        self._handled = None
+        with self._recovering():
+            self.requests[seq_id] = seq
+            self.output_processor.add(seq)
+            self.scheduler.add(seq)
         return seq_id
 
     def _output(self, seq: Sequence) -> RequestOutput:

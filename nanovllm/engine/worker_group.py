@@ -277,8 +277,12 @@ def _recipe(observer: Observer) -> Callable[[int], Observer] | None:
 
 
 def _limit_sends(connection: Connection, seconds: float) -> None:
-    """Let a send fail that waits so long for a worker to read: its pipe is a pair of sockets."""
+    """Let a send fail that waits so long for a worker to read: its pipe is a pair of sockets.
+
+    It can wait twice: once for the part that still goes in, and once for the rest, which does not.
+    """
     if os.name == "posix":
+        seconds /= 2
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6) or (0 if whole else 1))
         with socket.socket(fileno=os.dup(connection.fileno())) as pipe:

@@ -17,7 +17,7 @@ from nanovllm.utils.byte_level import ByteLevelVocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_FILES = ("tokenizer.json", "vocab.json")
 
 
 class Tokenizer:
@@ -56,9 +56,14 @@ class Tokenizer:
         """Is there a tokenizer in the folder?"""
         return any((Path(self.folder) / name).is_file() for name in _FILES)
 
+    def load(self) -> None:
+        """Read the files now, if there are any. Raises TokenizerError if they are broken."""
+        if self.exists:
+            _ = self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
-        token_ids: list[int] = self._tokenizer.encode(text)
+        token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
         return token_ids
 
     def apply_chat_template(self, message: str) -> str:

@@ -189,6 +189,9 @@ class _FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return text_of([token_id]).encode()
 
+    def load(self) -> None:
+        """There are no files."""
+
     def decode(self, token_ids: list[int]) -> str:
         return text_of(token_ids)
 

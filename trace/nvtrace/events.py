@@ -215,7 +215,7 @@ class SchedulePrefill(Event, frozen=True, kw_only=True, tag="SCHEDULE_PREFILL"):
 class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
     """This step computes one token for each running sequence."""
 
-    reason: Literal["no_prefill_admissible"] = "no_prefill_admissible"
+    reason: Literal["no_prefill_admissible", "decodes_first", "static_batch"]
     engine_step: int
     decode_step_index: int
     scheduled: int

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import structlog
@@ -77,7 +78,7 @@ class Sink:
         seconds_between_flushes: float = 0.0,
     ) -> None:
         self._file = file
-        self._report = report or _report_on_stderr
+        self.report = report or _report_on_stderr
         self._seconds_between_flushes = seconds_between_flushes
         self._last_flush = time.monotonic()
         self._lines: list[bytes] = []
@@ -105,7 +106,7 @@ class Sink:
             self._fail(error)
 
     def _flush(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = self._lines
         if self.error is None:
             try:
                 rest = memoryview(b"".join(lines))
@@ -116,16 +117,18 @@ class Sink:
                 self._fail(error)
         if self.error is not None:
             self.num_lost += len(lines)
+        self._lines = []  # not before: an interruption must not lose them
         self._last_flush = time.monotonic()
 
     def _fail(self, error: OSError) -> None:
         if self.error is None:
             self.error = error
-            self._report(f"the trace cannot be written any more ({error}); the run goes on")
+            self.report(f"the trace cannot be written any more ({error}); the run goes on")
 
 
 def _report_on_stderr(message: str) -> None:
-    sys.stderr.write(f"nvtrace: {message}\n")
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none at all: nobody listens
+        sys.stderr.write(f"nvtrace: {message}\n")
 
 
 def open_sink(
@@ -136,17 +139,21 @@ def open_sink(
     Args:
         path: the file; its folder must exist.
         existing: what to do with a file that is there: "keep" renames it, "replace" overwrites it,
-            "error" raises FileExistsError.
+            "error" raises FileExistsError. A link is never renamed: with "keep", what it leads to
+            must be empty or missing, or be no ordinary file.
         report: see `Sink`.
 
     Returns:
         The sink, and where a kept file is now (None if there was none).
     """
     kept = None
-    if path.is_file() and existing == "error":
-        raise FileExistsError(f"{path} exists: name another file")
-    if path.is_file() and existing == "keep":
-        kept = path.rename(free_name(path))
+    if path.is_file() and existing != "replace":
+        if existing == "error":
+            raise FileExistsError(f"{path} exists: name another file")
+        if not path.is_symlink():
+            kept = path.rename(free_name(path))
+        elif path.stat().st_size:
+            raise FileExistsError(f"{path} is a link to a file that exists: name another file")
     if path.suffix == ".gz":
         file = cast("BinaryIO", gzip.open(path, "wb", compresslevel=6))  # noqa: SIM115 - Sink closes it
         return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept

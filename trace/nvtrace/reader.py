@@ -136,7 +136,7 @@ def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bo
 def _records(
     lines: Iterator[tuple[int, bytes, bool]], name: str | Path, warn: Callable[[str], None]
 ) -> Iterator[Record]:
-    unknown: Counter[str] = Counter()
+    tally = _Tally()
     record: Record | None = None
     for number, line, is_whole in lines:
         try:
@@ -150,16 +150,41 @@ def _records(
             _check_header(record, name)
         elif isinstance(record, Header):
             raise UnreadableTraceError(f"{name}: line {number} is a second header")
-        if isinstance(record, Unknown):
-            unknown[record.event] += 1
+        tally.count(record)
         yield record
     if record is None:
         raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
-    if unknown:
-        kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(unknown.items()))
-        warn(f"{name}: events of a newer nvtrace were passed over: {kinds}")
+    for what in tally.complaints():
+        warn(f"{name}: {what}")
     if not isinstance(record, Footer):
         warn(f"{name} has no footer: the run was cut off; everything it wrote was read")
+
+
+class _Tally:
+    """Counts what is not known, and what is not there: events are numbered without gaps."""
+
+    def __init__(self) -> None:
+        self.unknown: Counter[str] = Counter()
+        self.last_id = 0
+        self.num_missing = 0
+
+    def count(self, record: Record) -> None:
+        event_id: object = None
+        if isinstance(record, Unknown):
+            self.unknown[record.event] += 1
+            event_id = record.fields.get("event_id")
+        elif not isinstance(record, Header):
+            event_id = record.event_id
+        if isinstance(event_id, int):
+            self.num_missing += max(event_id - self.last_id - 1, 0)
+            self.last_id = event_id
+
+    def complaints(self) -> Iterator[str]:
+        if self.unknown:
+            kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self.unknown.items()))
+            yield f"events of a newer nvtrace were passed over: {kinds}"
+        if self.num_missing:
+            yield f"{self.num_missing} events are missing, by the numbers of those that are there"
 
 
 def _check_header(record: Record, name: str | Path) -> None:
@@ -208,9 +233,9 @@ def _open(source: str | Path) -> BinaryIO:
     if str(source) == "-":
         return sys.stdin.buffer
     path = Path(source)
-    if path.is_dir():
-        raise UnreadableTraceError(f"{path} is a folder: name a trace file in it")
     try:
+        if path.is_dir():
+            raise UnreadableTraceError(f"{path} is a folder: name a trace file in it")
         file = path.open("rb")
     except FileNotFoundError as error:
         raise UnreadableTraceError(f"{path}: no such file") from error

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from nanovllm.utils.loader import LoadedWeights
 
 
+_DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
+
+
 class _StepMarks:
     """When each stage of the current step ended, in trace time."""
 
@@ -125,7 +128,9 @@ class Recorder(Observer):
         self.kept: Path | None = None
         self.recipe: Callable[[int], Observer] | None = None
         self._marks = _StepMarks(0)
-        self._last_init = 0
+        self._last_init = self._init_start = 0
+        self._policy = ""
+        self._is_scheduling = False  # within a step, before it is known what it will compute
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
 
@@ -158,6 +163,8 @@ class Recorder(Observer):
         world_size = config.tensor_parallel_size
         self.trace.run_id = shared_run_id(self.trace.run_id, world_size)
         self.trace.write_header(asdict(config), asdict(model_config), self.rank, world_size)
+        self._policy = config.policy
+        self._last_init = self._init_start = self.trace.now()
         self.trace.add(
             ev.EngineInit,
             "bootstrap",
@@ -227,7 +234,7 @@ class Recorder(Observer):
             "init",
             num_kvcache_blocks=num_kvcache_blocks,
             eos_token_ids=list(eos_token_ids),
-            duration_ns=self.trace.now(),
+            duration_ns=self.trace.now() - self._init_start,
         )
         self.trace.drain()
 
@@ -330,6 +337,7 @@ class Recorder(Observer):
     def step_start(self, engine_step: int) -> None:
         self.trace.drain()  # what came in between two steps
         self.trace.step = engine_step
+        self._is_scheduling = True
         self._marks = _StepMarks(self.trace.now())
 
     @override
@@ -367,7 +375,8 @@ class Recorder(Observer):
     @override
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
         index = self._steps["decode"]
-        self._schedule(ev.ScheduleDecode, batch, scheduler, decode_step_index=index)
+        reason = _DECODE_REASONS.get(self._policy, "no_prefill_admissible")
+        self._schedule(ev.ScheduleDecode, batch, scheduler, reason=reason, decode_step_index=index)
 
     def _schedule(
         self,
@@ -376,6 +385,7 @@ class Recorder(Observer):
         scheduler: Scheduler,
         **fields: Any,  # noqa: ANN401 - what the three kinds of step do not share
     ) -> None:
+        self._is_scheduling = False
         self.trace.batch_phase = batch.phase
         self._steps[batch.phase] += 1
         self._marks.schedule = self.trace.add(
@@ -406,10 +416,10 @@ class Recorder(Observer):
 
     @override
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
-        phase: dict[str, ev.Phase] = {"admitted": "prefill", "preempted": "decode"}
+        is_scheduling = reason in {"admitted", "preempted"}  # a part of the batch's own phase
         self.trace.add(
             ev.StateTransition,
-            phase.get(reason, "postprocess"),
+            None if is_scheduling else "postprocess",
             reason=reason,
             seq_id=seq.seq_id,
             previous=str(previous),
@@ -423,19 +433,19 @@ class Recorder(Observer):
 
     @override
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
-        self.trace.add_grouped(ev.BlocksShare, "prefill", seq.seq_id, block_ids=[block_id])
+        self.trace.add_grouped(ev.BlocksShare, None, seq.seq_id, block_ids=[block_id])
 
     @override
     def blocks_revive(self, seq: Sequence, block_id: int) -> None:
-        self.trace.add_grouped(ev.BlocksRevive, "prefill", seq.seq_id, block_ids=[block_id])
+        self.trace.add_grouped(ev.BlocksRevive, None, seq.seq_id, block_ids=[block_id])
 
     @override
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
-        self.trace.add_grouped(ev.BlocksAllocate, "prefill", seq.seq_id, block_ids=block_ids)
+        self.trace.add_grouped(ev.BlocksAllocate, None, seq.seq_id, block_ids=block_ids)
 
     @override
     def blocks_append(self, seq: Sequence, block_ids: list[int]) -> None:
-        self.trace.add_grouped(ev.BlocksAppend, "decode", seq.seq_id, block_ids=block_ids)
+        self.trace.add_grouped(ev.BlocksAppend, None, seq.seq_id, block_ids=block_ids)
 
     @override
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
@@ -452,7 +462,10 @@ class Recorder(Observer):
 
     @override
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
-        self.trace.add_grouped(ev.BlocksRelease, None, seq.seq_id, block_ids=block_ids, freed=freed)
+        phase: ev.Phase | None = None if self._is_scheduling else "postprocess"
+        self.trace.add_grouped(
+            ev.BlocksRelease, phase, seq.seq_id, block_ids=block_ids, freed=freed
+        )
 
     # -- a step: run, sample, end ----------------------------------------------------------------
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+_MOST_BLOCKS = 2**24  # a pool of that many would take gigabytes to rebuild
+
+
 class InconsistentTraceError(ValueError):
     """An event says something that cannot follow from those before it."""
 
@@ -99,11 +102,15 @@ class State:
         self.block_size = event.block_size
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
+        if not 0 <= event.num_kvcache_blocks <= _MOST_BLOCKS:
+            raise ValueError(f"no pool has {event.num_kvcache_blocks} pages")
         self.num_blocks = event.num_kvcache_blocks
         self._clear_pool()
 
     def _engine_reset(self, event: ev.EngineReset) -> None:
         for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
+            if seq_id not in self.sequences:  # its arrival was cut off by the same interruption
+                continue
             seq = self.sequences[seq_id]
             del seq.token_ids[num_tokens:]  # drawn, but not appended any more
             seq.num_computed_tokens = seq.num_cached_tokens = seq.num_prefill_tokens = 0
@@ -245,6 +252,12 @@ class Step:
     end: ev.StepEnd | None = None
 
 
+def _begin_step(index: int, last: int, before: list[ev.Event], state: State) -> Step:
+    if index <= last:
+        raise InconsistentTraceError(f"step {index} comes after step {last}")
+    return Step(index, before, state)
+
+
 def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterator[Step]:
     """Fold records and group them by step.
 
@@ -259,6 +272,7 @@ def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterato
     state = State() if state is None else state
     before: list[ev.Event] = []
     step: Step | None = None
+    last = 0
     for record in records:
         if isinstance(record, Header | Footer | Unknown):
             continue
@@ -270,7 +284,8 @@ def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterato
             before.append(record)
             continue
         if step is None:
-            step = Step(record.step, before, state)
+            step = _begin_step(record.step, last, before, state)
+            last = step.index
             before = []
         step.events.append(record)
         if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):

@@ -73,6 +73,7 @@ class TraceWriter:
         self._tap = tap
         self._notes: deque[_Note] = deque()
         self._is_closed = False
+        self._is_late = False
         self._anchor = time.perf_counter_ns()
         self._anchor_unix = time.time_ns()
 
@@ -83,7 +84,11 @@ class TraceWriter:
     def add(self, cls: type[Event], phase: Phase | None, **fields: Any) -> int:  # noqa: ANN401 - each struct's own fields
         """Note an event. Lists among `fields` must not change any more. Returns its time."""
         now = self.now()
-        self._notes.append(_Note(cls, now, phase, fields))
+        if not self._is_closed:
+            self._notes.append(_Note(cls, now, phase, fields))
+        elif not self._is_late:
+            self._is_late = True
+            self.sink.report("the trace is closed; what the engine does from now on is not in it")
         return now
 
     def add_grouped(
@@ -94,9 +99,10 @@ class TraceWriter:
         Each of `lists` becomes a list of lists: lists[i] is about seq_ids[i].
         """
         if not self._notes or self._notes[-1].cls is not cls:
-            self.add(cls, phase, seq_ids=[], **{name: [] for name in lists})
+            self.add(cls, phase, seq_ids=[seq_id], **{name: [[*lists[name]]] for name in lists})
+            return
         fields = self._notes[-1].fields
-        if not fields["seq_ids"] or fields["seq_ids"][-1] != seq_id:
+        if fields["seq_ids"][-1] != seq_id:
             fields["seq_ids"].append(seq_id)
             for name in lists:
                 fields[name].append([])
@@ -106,17 +112,18 @@ class TraceWriter:
     def drain(self) -> None:
         """Build, number and write everything noted; flush; tell the tap."""
         events = []
-        while self._notes:  # one by one, so that an interruption (Ctrl-C) loses no more than one
-            note = self._notes.popleft()
-            self.num_events += 1
+        while self._notes:  # a note is dropped when it is written: an interruption loses none
+            note = self._notes[0]
             event = note.cls(
-                event_id=self.num_events,
+                event_id=self.num_events + 1,
                 ts_ns=note.ts_ns,
                 step=self.step,
                 phase=note.phase or self.batch_phase,
                 **note.fields,
             )
             self._logger.emit(event)
+            self.num_events += 1
+            self._notes.popleft()
             events.append(event)
         if events:
             self.sink.flush()
@@ -127,10 +134,10 @@ class TraceWriter:
         """Drain, write the footer, close the file. A second call does nothing."""
         if self._is_closed:
             return
-        self._is_closed = True
         if not self.has_header:
             self.write_header({}, {})
         self.drain()
+        self._is_closed = True
         self._logger.emit(
             Footer(event_id=self.num_events + 1, num_events=self.num_events, exit=exit_)
         )

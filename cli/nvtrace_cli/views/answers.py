@@ -39,7 +39,7 @@ def print_answers(answers: Sequence[Answer], catalog: Catalog, *, is_quiet: bool
             console.print(_heading(answer, catalog), soft_wrap=True)
         text = answer.output["text"] or answer.output["error"] or ""
         console.print(*(_lines(text, console)), sep="\n", soft_wrap=True)
-        if not is_quiet and answer.output["finish_reason"] == "length":
+        if not is_quiet and answer.output["reason"] == "max_tokens":
             cut = catalog.ui("answer_cut", num_tokens=len(answer.output["token_ids"]))
             make_console(stderr=True).print(Text(cut, style="quiet"))
         if not is_quiet and index + 1 < len(answers):
@@ -83,6 +83,12 @@ def answers_object(name: str, trace: str, answers: Iterable[Answer]) -> dict[str
 def print_json(value: object) -> None:
     """One JSON value on one line, on stdout."""
     sys.stdout.write(json_line(value) + "\n")
+
+
+def scenario_objects(names: Iterable[str], catalog: Catalog) -> list[dict[str, str]]:
+    """The runs there are, for JSON."""
+    stories = [(name, *catalog.scenario(name)) for name in names]
+    return [dict(zip(("name", "title", "story"), story, strict=True)) for story in stories]
 
 
 def print_scenarios(names: Iterable[str], catalog: Catalog) -> None:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.theme import Theme
+
+from nvtrace_cli.stderr import Stderr
+
+if TYPE_CHECKING:
+    from typing import TextIO
 
 THEME = Theme(
     {
@@ -52,6 +58,7 @@ ASCII = Glyphs(".", "-", "=", "o", "#", "x", "", "x", "-")
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
     """A console for stdout or stderr. Text from a trace is never taken for markup."""
     return Console(
+        file=cast("TextIO", Stderr()) if stderr else None,
         stderr=stderr,
         width=width,
         theme=THEME,
@@ -69,5 +76,4 @@ def glyphs(console: Console) -> Glyphs:
 
 def is_terminal(*, stderr: bool = False) -> bool:
     """Is somebody watching? FORCE_COLOR does not make a terminal of a file here."""
-    stream = sys.stderr if stderr else sys.stdout
-    return stream.isatty()
+    return (Stderr() if stderr else sys.stdout).isatty()

@@ -6,7 +6,6 @@ Everything here goes to stderr.
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from nvtrace import events as ev
 from nvtrace_cli.progress import Progress
+from nvtrace_cli.stderr import tell
 from nvtrace_cli.views.console import glyphs, is_terminal, make_console
 from nvtrace_cli.views.text import count, escape
 
@@ -154,8 +154,7 @@ class LineReporter:
         for event in events:
             line = self._line(event)
             if line is not None:
-                sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+                tell(line)
 
     def _line(self, event: ev.Event) -> str | None:
         words = self._catalog

@@ -597,6 +597,7 @@ def test_what_is_computed_again_after_a_preemption_is_a_prefill() -> None:
         ("chunked-prefill", "seq 0: tokens 0-7 of 11"),
         ("preemption", "pages back"),
         ("late-join", "seq 1 arrives"),
+        ("static-vs-continuous", "seq 4 waits: 4"),
     ],
 )
 def test_the_story_of_a_scenario_shows_in_its_replay(

@@ -45,6 +45,8 @@ class Scenario:
         arrivals: what is asked later, in order. Without any, `generate` runs the messages.
         max_tokens, temperature: of every request.
         config: engine settings that make the story happen.
+        output_lens: exactly so many tokens are generated for each request, in the order of their
+            arrival (an end of sequence is passed over); empty where max_tokens is for all.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Scenario:
     max_tokens: int = 256
     temperature: float = 0.6
     config: Mapping[str, Any] = field(default_factory=dict)
+    output_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,21 @@ SCENARIOS: dict[str, Scenario] = {
             (Arrival("introduce yourself", 12), Arrival("what is continuous batching", 40)),
             max_tokens=96,
         ),
+        # The article's four answers of uneven length, and two requests that come while they run.
+        # Compare with `--policy static`: those who ended early keep their places to the end, and
+        # those who came late wait for the slowest.
+        Scenario(
+            "static-vs-continuous",
+            (
+                "what is a step",
+                "what is a block table",
+                "introduce yourself",
+                "list all prime numbers within 100",
+            ),
+            (Arrival("what is preemption", 10), Arrival("what is a prefill step", 30)),
+            config={"max_num_seqs": 4},
+            output_lens=(20, 80, 200, 256, 200, 100),
+        ),
     )
 }
 
@@ -136,35 +154,41 @@ def run_scenario(
 
     options = options or Options()
     config = {**scenario.config, **options.config, "seed": options.seed}
-    params = SamplingParams(
-        temperature=_first(options.temperature, scenario.temperature),
-        max_tokens=_first(options.max_tokens, scenario.max_tokens),
-    )
     messages = options.messages or scenario.messages
     arrivals = () if options.messages else scenario.arrivals
     llm = LLM(_first(options.model, TINY_QWEN3), observer=observer, **config)
     try:
         if arrivals:
-            return _run_arrivals(llm, messages, arrivals, params)
+            return _run_arrivals(llm, scenario, options)
         prompts = [llm.tokenizer.apply_chat_template(message) for message in messages]
+        params = [_params(scenario, options, index) for index in range(len(prompts))]
         outputs = llm.generate(prompts, params)
         return [Answer(*pair) for pair in zip(messages, outputs, strict=True)]
     finally:
         llm.exit()
 
 
-def _run_arrivals(
-    llm: LLMEngine, messages: tuple[str, ...], arrivals: tuple[Arrival, ...], params: SamplingParams
-) -> list[Answer]:
+def _params(scenario: Scenario, options: Options, index: int) -> SamplingParams:
+    temperature = _first(options.temperature, scenario.temperature)
+    if scenario.output_lens and not options.messages and options.max_tokens is None:
+        length = scenario.output_lens[index]
+        return SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+    return SamplingParams(
+        temperature=temperature, max_tokens=_first(options.max_tokens, scenario.max_tokens)
+    )
+
+
+def _run_arrivals(llm: LLMEngine, scenario: Scenario, options: Options) -> list[Answer]:
     asked: dict[int, str] = {}
     outputs: dict[int, RequestOutput] = {}
 
     def ask(message: str) -> None:
+        params = _params(scenario, options, len(asked))
         asked[llm.add_request(llm.tokenizer.apply_chat_template(message), params)] = message
 
-    for message in messages:
+    for message in scenario.messages:
         ask(message)
-    coming = list(arrivals)
+    coming = list(scenario.arrivals)
     while coming or not llm.is_finished():
         is_idle = llm.is_finished()
         while coming and (is_idle or _is_due(coming[0], llm.engine_step + 1)):

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, Observer
+from nanovllm import LLM, Observer, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.errors import WeightsError, WorkerError
@@ -475,11 +475,31 @@ def test_a_worker_that_fails_ends_the_run_by_name(narrow: Oracle, deed: Deed, me
     llm.exit()
 
 
-def test_a_worker_that_fails_at_its_start_ends_the_start_by_name(narrow: Oracle) -> None:
+@pytest.mark.parametrize("deed", ["raise at the start", "raise when made"])
+def test_a_worker_that_fails_at_its_start_ends_the_start_by_name(
+    narrow: Oracle, deed: Deed
+) -> None:
     before = worker_pids()
-    chief = Chief(Plot(1, "raise at the start"))
+    chief = Chief(Plot(1, deed))
     with pytest.raises(WorkerError, match="rank 1 raised LookupError: no good start"):
         make_llm(narrow.folder, chief, tensor_parallel_size=2)
+    assert worker_pids() == before
+
+
+def test_a_broken_checkpoint_is_refused_in_the_same_words_as_by_one_rank(
+    plain: Oracle, tmp_path: Path
+) -> None:
+    before = worker_pids()
+    tensors = load_file(plain.folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((plain.folder / "config.json").read_bytes())
+    messages = set()
+    for num_ranks in (1, 2):
+        with pytest.raises(WeightsError) as caught:
+            make_llm(tmp_path, tensor_parallel_size=num_ranks)
+        messages.add(str(caught.value))
+    assert len(messages) == 1
     assert worker_pids() == before
 
 
@@ -557,10 +577,12 @@ LOCKSTEP = """
     from nvtrace.recorder import record
 
     if __name__ == "__main__":
+        params = SamplingParams(temperature=0.7, max_tokens=6, seed=5, logprobs=2)
         for number in (1, 2):
             with record(Path(sys.argv[2]) / f"trace{number}.jsonl") as recorder:
                 llm = LLM(sys.argv[1], recorder, **OPTIONS)
-                say(os.environ["RANK"], number, generate(llm, 6))
+                outputs = llm.generate(PROMPTS, params)
+            say(os.environ["RANK"], number, [(o["token_ids"], o["logprobs"]) for o in outputs])
             llm.exit()
             llm.exit()
         assert not multiprocessing.active_children()
@@ -628,11 +650,18 @@ def test_torchruns_ranks_run_in_lockstep_and_record_apart(narrow: Oracle, tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    params = greedy_params(6, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, max_tokens=6, seed=5)
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     expected = tokens_of(make_llm(narrow.folder).generate(prompts, params))
     said = sorted(json.loads(line) for line in done.stdout.splitlines())
-    assert said == [[rank, number, expected] for rank in "01" for number in (1, 2)]
+    assert [(rank, number) for rank, number, _ in said] == [
+        *(("0", 1), ("0", 2), ("1", 1), ("1", 2))
+    ]
+    for _, _, outputs in said:
+        assert outputs == said[0][2]  # log-probabilities as well, to the last bit
+        assert [token_ids for token_ids, _ in outputs] == expected
+        for token_ids, logprobs in outputs:
+            assert [next(iter(found)) for found in logprobs] == list(map(str, token_ids))
     run_ids = set()
     for number in (1, 2):
         records = list(read_ranks(tmp_path / f"trace{number}.jsonl", warn=pytest.fail))

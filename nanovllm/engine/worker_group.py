@@ -165,7 +165,8 @@ class WorkerGroup(Ranks):
             name=f"nanovllm-rank-{setup.rank}",
             daemon=True,
         )
-        resource_tracker.ensure_running()  # it would unblock interrupts, if it were started below
+        if os.name == "posix":
+            resource_tracker.ensure_running()  # started below, it would unblock interrupts
         with interrupts_blocked():
             process.start()
         self._workers.processes.append(process)
@@ -177,11 +178,11 @@ class WorkerGroup(Ranks):
             if not connection.poll(START_TIMEOUT):
                 raise WorkerError(f"rank {rank} did not start within {START_TIMEOUT:g} s")
             try:
-                is_there = isinstance(connection.recv(), Hello)
+                words = connection.recv()
             except (EOFError, OSError) as error:
                 raise ContactLostError(f"rank {rank} ended at its start") from error
-            if not is_there:
-                raise ContactLostError(f"rank {rank} failed at its start")
+            if isinstance(words, Failure):
+                raise _own_error(rank, words)
         self._tell(Hello())
 
     def _end(self, why: str, *, is_polite: bool) -> None:
@@ -209,7 +210,8 @@ class WorkerGroup(Ranks):
         try:
             yield
         except ContactLostError as error:
-            cause = self._find_cause(error)
+            limit = f"{self._timeout:g} s (distributed_timeout)"
+            cause = self._find_cause(error, f"{START_TIMEOUT:g} s" if what == "start" else limit)
             self._end(str(cause), is_polite=False)
             raise cause from error
         except BaseException as error:
@@ -217,7 +219,7 @@ class WorkerGroup(Ranks):
             self._end(why, is_polite=False)
             raise
 
-    def _find_cause(self, error: ContactLostError) -> WorkerError:
+    def _find_cause(self, error: ContactLostError, limit: str) -> WorkerError:
         """Who was it? Those who only noticed say so; the first who knows more has the word."""
         noticed: list[str] = []
         pairs = zip(self._workers.connections, self._workers.processes, strict=True)
@@ -228,17 +230,13 @@ class WorkerGroup(Ranks):
                 if isinstance(words, str):
                     return WorkerError(f"rank {rank} {words}")
                 if words is not None and not words.is_consequence:
-                    cause = WorkerError(f"rank {rank} raised {words.error}")
-                    cause.add_note(f"In rank {rank}:\n{words.trace}")
-                    return cause
+                    return _own_error(rank, words)
                 if words is not None:
                     noticed.append(f"rank {rank}: {words.error}")
                     del silent[rank]
         if silent:
             ranks = " and ".join(map(str, silent))
-            return WorkerError(
-                f"rank {ranks} did not answer within {self._timeout:g} s (distributed_timeout)"
-            )
+            return WorkerError(f"rank {ranks} did not answer within {limit}")
         noticed.insert(0, f"{error} ({error.__cause__})")
         return WorkerError(f"the ranks lost each other: {'; '.join(noticed)}")
 
@@ -259,9 +257,16 @@ def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str 
         return None
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {names.get(-code, f'signal {-code}')}"
+        hint = " (did the machine run out of memory?)" if code == -signal.SIGKILL else ""
+        return f"was killed by {names.get(-code, f'signal {-code}')}{hint}"
     hint = ' (is the script\'s own work under `if __name__ == "__main__":`?)' if code == 1 else ""
     return f"ended with exit code {code}{hint}"
+
+
+def _own_error(rank: int, failure: Failure) -> WorkerError:
+    error = WorkerError(f"rank {rank} raised {failure.error}")
+    error.add_note(f"In rank {rank}:\n{failure.trace}")
+    return error
 
 
 def _recipe(observer: Observer) -> Callable[[int], Observer] | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.models.config import ModelConfig
 
-Deed = Literal["raise", "sleep", "exit", "raise at the start"]
+Deed = Literal["raise", "sleep", "exit", "raise at the start", "raise when made"]
 PATIENCE = 60.0
 
 
@@ -64,6 +64,8 @@ class Plot:
 
     def __call__(self, rank: int) -> Observer:
         """Make the rank's observer."""
+        if self.deed == "raise when made":
+            raise LookupError("no good start")
         return Saboteur(self.deed, self.step) if rank == self.rank else Observer()
 
 

@@ -114,6 +114,8 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: a prompt that is none.
             RequestRefusedError: a request that could never finish. Nothing was queued.
+
+        Any other exception (an observer's, or Ctrl-C) ends every unfinished request, as in `step`.
         """
         return self._enqueue(*self.input_processor.one(prompt, sampling_params))
 

@@ -32,7 +32,8 @@ def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
 def mixed(scheduler: Scheduler, batch: Batch) -> None:
     """What vLLM V1 does: one token for everybody who runs, and the rest of the budget for prompts.
 
-    Nobody who runs waits for somebody else's prompt.
+    Nobody who runs waits for somebody else's prompt. (A budget smaller than the running queue
+    reaches the oldest only; that holds for every policy.)
     """
     scheduler.decode(batch)
     scheduler.continue_prefill(batch)

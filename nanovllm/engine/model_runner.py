@@ -26,6 +26,7 @@ from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, forward_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -77,6 +78,8 @@ class ModelRunner:
         model = Qwen3ForCausalLM(model_config, backend, self.ranks.parallel)
         self.model = model.to(dtype=dtype, device=self.device).eval()
         loaded = load_model(self.model, self.config.model)
+        self.largest_weight = self.model.largest_weight
+        self.model.pack()
         self.observer.model_weights_loaded(loaded)
 
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
@@ -120,7 +123,8 @@ class ModelRunner:
             self.observer.prepare_decode_tensors(inputs)
         input_ids = self._tensor(inputs.input_ids, torch.int64)
         positions = self._tensor(inputs.positions, torch.int64)
-        with self.ranks.computing(step), forward_context(context):
+        threads = threads_for(input_ids.numel(), self.largest_weight)
+        with self.ranks.computing(step), forward_context(context), threads:
             hidden = self.model(input_ids, positions)  # (num_tokens, hidden_size)
             logits = self.model.compute_logits(hidden)
         reason = self.eager_reason if step.phase == "decode" else step.phase

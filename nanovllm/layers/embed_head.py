@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.parallel import ALONE
 from nanovllm.utils.context import get_context
 
@@ -51,7 +52,19 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(VocabEmbedding):
-    """Each token's logit is its row's product with the hidden state (vLLM: ParallelLMHead)."""
+    """Each token's logit is its row's product with the hidden state (vLLM: ParallelLMHead).
+
+    Attributes:
+        packed: the weight in a faster order, beside `weight`, which may be the embedding's own;
+            None before `pack`.
+    """
+
+    packed: PackedWeight | None = None
+
+    def pack(self) -> None:
+        """Reorder a copy of the weight, once it is loaded, if that makes products faster here."""
+        if PackedWeight.pays(self.weight):
+            self.packed = PackedWeight(self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32, on rank 0.
@@ -62,5 +75,8 @@ class LMHead(VocabEmbedding):
         logits_indices = get_context().logits_indices
         if logits_indices is not None:
             hidden_states = hidden_states.index_select(0, logits_indices)
-        logits = functional.linear(hidden_states, self.weight).float()  # this rank's tokens
-        return self.parallel.gather(logits)[:, : self.partition.whole]
+        if self.packed is None:
+            logits = functional.linear(hidden_states, self.weight)
+        else:
+            logits = self.packed(hidden_states)
+        return self.parallel.gather(logits.float())[:, : self.partition.whole]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.parallel import ALONE
 
 if TYPE_CHECKING:
@@ -36,15 +37,27 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Module):
-    """output = input @ weight.T, without a bias."""
+    """output = input @ weight.T, without a bias.
+
+    Attributes:
+        weight: (out_features, in_features). After `pack` a shape without numbers.
+        packed: the same matrix in a faster order; None before `pack`.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
-        return functional.linear(x, self.weight)
+        return functional.linear(x, self.weight) if self.packed is None else self.packed(x)
+
+    def pack(self) -> None:
+        """Reorder the weight, once it is loaded, if that makes products faster here."""
+        if PackedWeight.pays(self.weight):
+            self.packed = PackedWeight(self.weight)
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
 
 class RowLinear(Linear):
@@ -62,7 +75,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(num_tokens, this rank's in_features) -> (num_tokens, out_features), the same on all."""
-        return self.parallel.all_reduce(functional.linear(x, self.weight))
+        return self.parallel.all_reduce(super().forward(x))
 
 
 class PackedLinear(Linear):

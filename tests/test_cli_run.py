@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,9 +24,9 @@ from nvtrace import pipeline, recorder
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import Footer
 from nvtrace.reader import read_trace
-from nvtrace.scenarios import SCENARIOS
+from nvtrace.scenarios import SCENARIOS, Options
 from nvtrace_cli.progress import Progress
-from nvtrace_cli.run import stopping_between_steps
+from nvtrace_cli.run import recording, stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
 from nvtrace_cli.views.console import THEME, UNICODE
 from nvtrace_cli.views.live import LiveReporter, progress_view, reporting
@@ -33,8 +34,6 @@ from support.cli import call, command, environment
 from support.oracle import Oracle, save_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nvtrace.catalog import Language
 
 ASKED = ("--prompt", "w5 w6 w7", "--prompt", "w8")
@@ -260,9 +259,10 @@ def test_a_model_folder_that_is_none_is_one_line_and_moves_no_trace(
     assert (tmp_path / "trace.jsonl").read_text() == "precious"
 
 
-def test_a_model_without_weights_is_one_line(
+def test_a_model_without_weights_is_one_line_and_moves_no_trace(
     oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "trace.jsonl").write_text("precious")
     (tmp_path / "hollow").mkdir()
     config = (oracle.folder / "config.json").read_bytes()
     (tmp_path / "hollow" / "config.json").write_bytes(config)
@@ -270,15 +270,95 @@ def test_a_model_without_weights_is_one_line(
     assert (outcome.code, outcome.out) == (5, "")
     assert outcome.err.count("\n") == 1
     assert "hollow" in outcome.err
+    assert files_here() == {"trace.jsonl": "precious"}
 
 
-def test_a_prompt_longer_than_max_model_len_is_one_line(
-    oracle: Oracle, capsys: pytest.CaptureFixture[str]
+def files_here() -> dict[str, str]:
+    """The files of the current folder, and what they hold."""
+    return {file.name: file.read_text() for file in Path.cwd().iterdir() if file.is_file()}
+
+
+def test_prompts_that_are_all_longer_than_max_model_len_are_one_line_and_move_no_trace(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = " ".join(["w5"] * 600)
-    outcome = call(capsys, "run", "example", "--model", oracle.folder, "--prompt", long)
+    (tmp_path / "trace.jsonl").write_text("precious")
+    prompts = [" ".join(["w5"] * length) for length in (600, 512)]
+    for count, said in ((1, "the prompt has 600"), (2, "the shortest prompt has 512")):
+        asked = [part for prompt in prompts[:count] for part in ("--prompt", prompt)]
+        outcome = call(capsys, "run", "example", "--model", oracle.folder, *asked)
+        assert (outcome.code, outcome.out) == (5, "")
+        assert outcome.err.startswith(f"nvtrace: {said} tokens, but max_model_len=512 bounds")
+        assert outcome.err.count("\n") == 1
+        assert files_here() == {"trace.jsonl": "precious"}
+
+
+def test_a_run_in_which_everything_is_refused_is_a_run_and_has_a_trace(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text("precious")
+    long = " ".join(["w5"] * 200)  # more than the pages of this scenario hold
+    outcome = call(capsys, "run", "preemption", "--model", oracle.folder, "--prompt", long)
     assert (outcome.code, outcome.out) == (5, "")
-    assert failure(outcome.err).startswith("nvtrace: the prompt has 600 tokens, but max_model_len=")
+    assert "trace.jsonl was there: it is now trace.1.jsonl" in outcome.err
+    assert "the pool has 24" in failure(outcome.err)
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    assert any(isinstance(record, ev.RequestRefused) for record in records)
+    assert files_here()["trace.1.jsonl"] == "precious"
+
+
+def test_an_empty_prompt_is_one_line_and_moves_no_trace(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text("precious")
+    outcome = call(capsys, "run", "example", "--model", oracle.folder, "--prompt", "")
+    assert (outcome.code, outcome.out) == (5, "")
+    assert outcome.err == "nvtrace: a prompt must have at least one token; this one is empty\n"
+    assert files_here() == {"trace.jsonl": "precious"}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        {},
+        {"t.jsonl": "old 0"},
+        {"t.jsonl": "old 0", "t.rank1.jsonl": "old 1", "t.rank2.jsonl": "old 2"},
+        {"t.jsonl": "old 0", "t.1.jsonl": "older", "notes.txt": "mine"},
+    ],
+    ids=["nothing", "one rank", "three ranks", "others beside it"],
+)
+@pytest.mark.parametrize("has_rank_1", [True, False])
+def test_without_an_engine_every_file_is_what_it_was(
+    before: dict[str, str], has_rank_1: bool, tmp_path: Path
+) -> None:
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    options = Options(config={"tensor_parallel_size": 2})
+    with (
+        contextlib.suppress(OSError),
+        stopping_between_steps(lambda _events: None) as tap,
+        recording(tmp_path / "t.jsonl", tap, options, load_catalog("en")),
+    ):
+        assert (tmp_path / "t.jsonl").read_text() == ""
+        if has_rank_1:  # as rank 1 does when it starts
+            (tmp_path / "t.rank1.jsonl").write_text("new")
+        raise OSError
+    assert files_here() == before
+
+
+def test_a_device_that_takes_the_trace_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to("/dev/null")
+    with (
+        contextlib.suppress(OSError),
+        stopping_between_steps(lambda _events: None) as tap,
+        recording(
+            tmp_path / "link.jsonl",
+            tap,
+            Options(config={"tensor_parallel_size": 1}),
+            load_catalog("en"),
+        ),
+    ):
+        raise OSError
+    assert (tmp_path / "link.jsonl").is_symlink()
 
 
 def test_a_refused_request_does_not_stop_the_others(
@@ -425,11 +505,10 @@ def test_ctrl_c_turned_into_another_error_while_the_engine_loads_still_ends_with
             raise ImportError("initialization failed") from error
 
     monkeypatch.setattr("nvtrace.scenarios.run_scenario", load)
+    (tmp_path / "trace.jsonl").write_text("precious")
     outcome = call(capsys, *run_arguments(oracle))
-    assert (outcome.code, outcome.out) == (130, "")
-    last = list(read_trace(tmp_path / "trace.jsonl"))[-1]
-    assert isinstance(last, Footer)
-    assert last.exit == "interrupted"
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+    assert files_here() == {"trace.jsonl": "precious"}
 
 
 def test_afterwards_ctrl_c_is_as_it_was() -> None:

@@ -77,7 +77,7 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
     """Return a model whose every weight is NaN."""
-    model = Qwen3ForCausalLM(ModelConfig.from_folder(folder), make_attention_backend("auto"))
+    model = Qwen3ForCausalLM(ModelConfig.from_folder(folder), make_attention_backend("sdpa"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -288,7 +288,31 @@ def test_a_file_that_is_something_else_is_named(untied: Path) -> None:
     assert_refuses(untied, file.name, "no whole safetensors file")
     file.unlink()
     file.mkdir()
-    assert_refuses(untied, file.name, "no whole safetensors file")
+    assert_refuses(untied, file.name, "cannot be read: it is a folder")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [NORM, Q_PROJ, UP_PROJ, EMBEDDING])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(
+    name: str, number: float, dtype: torch.dtype, untied: Path
+) -> None:
+    tensors = tensors_of(untied)
+    for place in (0, tensors[name].numel() // 3, -1):
+        changed = tensors[name].clone()
+        changed.view(-1)[place] = number
+        store(untied, tensors | {name: changed})
+        with pytest.raises(WeightsError, match=f"{name} holds 1 numbers that are not finite"):
+            load_model(empty_model(untied, dtype), untied)
+
+
+def test_only_one_shard_missing_is_no_matter_of_the_number_of_layers(untied: Path) -> None:
+    tensors = tensors_of(untied)
+    del tensors[Q_PROJ]
+    store(untied, tensors)
+    with pytest.raises(WeightsError) as caught:
+        load_model(empty_model(untied), untied)
+    assert "look at" not in str(caught.value)
 
 
 def test_a_tied_checkpoint_may_hold_the_head_again(tied: Path) -> None:

@@ -49,10 +49,10 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def make_rotary(kind: str, tmp_path: Path) -> RotaryEmbedding:
+def make_rotary(kind: str, tmp_path: Path, num_positions: int = MAX_POSITION) -> RotaryEmbedding:
     fields = JsonFields(tmp_path / "config.json", {"rope_parameters": KINDS[kind]})
     theta, scaling = read_rope(fields, MAX_POSITION)
-    return RotaryEmbedding(HEAD_DIM, MAX_POSITION, theta, scaling)
+    return RotaryEmbedding(HEAD_DIM, num_positions, theta, scaling)
 
 
 def make_reference(kind: str) -> Qwen3RotaryEmbedding:
@@ -111,6 +111,12 @@ def test_the_table_follows_the_model_to_another_device(tmp_path: Path) -> None:
     rotary = make_rotary("default", tmp_path).to("meta", torch.float16)
     assert rotary.cos_sin_table.device.type == "meta"
     assert rotary.cos_sin_table.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_table_is_the_beginning_of_a_long_one(kind: str, tmp_path: Path) -> None:
+    long, short = (make_rotary(kind, tmp_path, number) for number in (MAX_POSITION, 100))
+    assert torch.equal(short.cos_sin_table, long.cos_sin_table[:100])
 
 
 def test_a_position_past_the_table_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from nvtrace_cli.main import main
+from nvtrace_cli.failures import interrupts_end_it
+
+with interrupts_end_it():
+    from nvtrace_cli.main import main
 
 main()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvtrace_cli.failures import RunFailedError, UsageError
+from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
 from nvtrace_cli.options import LangOption, say, words
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from nvtrace.catalog import Catalog
     from nvtrace.events import Event
+    from nvtrace.recorder import Recorder
     from nvtrace.scenarios import Answer, Options, Scenario
 
 DEFAULT_TRACE = Path("trace.jsonl")
@@ -78,8 +79,9 @@ def run(
     Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 2 wrong usage, 5 the
     run failed, 130 interrupted (the trace is whole up to the last step).
     """
-    from nvtrace.scenarios import SCENARIOS, Options  # noqa: PLC0415 - --help needs no engine
-    from nvtrace_cli.views import answers as view  # noqa: PLC0415 - nor rich
+    with interrupts_end_it():
+        from nvtrace.scenarios import SCENARIOS, Options  # noqa: PLC0415 - --help needs no engine
+        from nvtrace_cli.views import answers as view  # noqa: PLC0415 - nor rich
 
     catalog = words(lang)
     if list_:
@@ -135,29 +137,26 @@ def _record(
     # Before torch is loaded: threads that wait for each other sleep instead of spinning. On an idle
     # machine it makes no difference; on a busy one a decode step is not 10 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
-    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
-    from nvtrace.recorder import record  # noqa: PLC0415 - the same
-    from nvtrace.scenarios import run_scenario  # noqa: PLC0415 - the same
-    from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
+    with interrupts_end_it():
+        from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
+        from nvtrace.scenarios import run_scenario  # noqa: PLC0415 - the same
+        from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
 
-    is_recording = False
+    tap: StoppingTap | None = None
     try:
-        if options.model is not None:  # before an older trace is moved out of the way
-            ModelConfig.from_folder(Path(options.model).expanduser())
         with (
             reporting(catalog, is_quiet=is_quiet) as report,
             stopping_between_steps(report) as tap,
-            record(out, tap=tap) as recorder,
+            recording(out, tap, options, catalog) as recorder,
             tap.blamed(),
         ):
-            is_recording = True
-            if recorder.kept is not None:
-                say(catalog.ui("run_kept", trace=out, kept=recorder.kept))
+            check_prompts(scenario, options)
             answers = run_scenario(scenario, recorder, options)
     except KeyboardInterrupt:
-        if is_recording:
+        if tap is not None and tap.has_engine:
             say(catalog.ui("run_interrupted", trace=out))
+        raise
+    except CommandError:
         raise
     except NanoVLLMError as error:
         raise RunFailedError(str(error)) from error
@@ -171,23 +170,112 @@ def _record(
     )
 
 
+@contextmanager
+def recording(
+    out: Path, tap: StoppingTap, options: Options, catalog: Catalog
+) -> Iterator[Recorder]:
+    """Record a run. If no engine comes of it, there is no trace: all files are what they were.
+
+    Args:
+        out: where rank 0's trace goes. An older one is renamed, for good once there is an engine.
+        tap: hears of the events.
+        options: say how many ranks there are.
+        catalog: the words.
+    """
+    from nanovllm.launch import Launch  # noqa: PLC0415 - --help needs no engine
+    from nvtrace.reader import rank_path  # noqa: PLC0415 - the same
+    from nvtrace.recorder import record  # noqa: PLC0415 - the same
+
+    num_ranks = options.config["tensor_parallel_size"]
+    paths = [rank_path(out, rank) for rank in range(num_ranks)]
+    new = [path for path in paths if not os.path.lexists(path)]
+    kept: Path | None = None
+    try:
+        with record(out, tap=tap) as recorder:
+            kept = recorder.kept
+            yield recorder
+    finally:
+        if tap.has_engine:
+            if kept is not None:
+                say(catalog.ui("run_kept", trace=out, kept=kept))
+        elif Launch.from_environment(os.environ) is None:
+            put_back(out, kept, new)
+
+
+def put_back(out: Path, kept: Path | None, new: list[Path]) -> None:
+    """Undo what the beginning of a recording does to files.
+
+    Args:
+        out: rank 0's trace, just written.
+        kept: where the older one is that was in its way, with those of its other ranks beside it.
+        new: files that were not there before.
+    """
+    from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - --help needs no engine
+
+    if kept is not None:
+        kept.replace(out)
+        keep_ranks(kept, out)
+    for path in new:
+        path.unlink(missing_ok=True)
+
+
+def check_prompts(scenario: Scenario, options: Options) -> None:
+    """Refuse what can be known before weights are loaded: prompts that are none, or all too long.
+
+    Raises:
+        RunFailedError: for this reason, or since the folder's configuration or tokenizer is broken.
+    """
+    from nanovllm.assets import TINY_QWEN3  # noqa: PLC0415 - --help needs no engine
+    from nanovllm.config import Config  # noqa: PLC0415 - the same
+    from nanovllm.engine.input_processor import InputProcessor  # noqa: PLC0415 - the same
+    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
+    from nanovllm.utils.tokenizer import Tokenizer  # noqa: PLC0415 - the same
+
+    messages = options.messages or (
+        *scenario.messages,
+        *(arrival.message for arrival in scenario.arrivals),
+    )
+    try:
+        config = Config.create(
+            TINY_QWEN3 if options.model is None else options.model,
+            {**scenario.config, **options.config},
+        )
+        model_config = ModelConfig.from_folder(config.model)
+        tokenizer = Tokenizer(config.model)
+        processor = InputProcessor(tokenizer, model_config.vocab_size)
+        prompts = [tokenizer.apply_chat_template(message) for message in messages]
+        lengths = [len(token_ids) for token_ids, _ in processor.batch(prompts, None)]
+    except ValueError as error:
+        raise RunFailedError(str(error)) from error
+    longest = min(config.max_model_len, model_config.max_position_embeddings)
+    if min(lengths) >= longest:  # if one fits, the others are refused one by one
+        which = "the prompt" if len(lengths) == 1 else "the shortest prompt"
+        raise RunFailedError(
+            f"{which} has {min(lengths)} tokens, but max_model_len={longest} bounds prompt and "
+            "completion together: shorten it, or take a model with room for more"
+        )
+
+
 class StoppingTap:
     """Hears of a run's events, passes them on, and stops the run once that is asked.
 
     Attributes:
         is_asked: was Ctrl-C pressed?
+        has_engine: did an engine come into being?
     """
 
     def __init__(self, tap: Callable[[list[Event]], None]) -> None:
         self.is_asked = False
+        self.has_engine = False
         self._tap = tap
         self._is_stepping = False
         self._is_over = False
 
     def __call__(self, events: list[Event]) -> None:
         """Take in events. At a step's end, and before the first, the run can be stopped."""
-        from nvtrace.events import StepEnd  # noqa: PLC0415 - --help needs no structs
+        from nvtrace.events import EngineReady, StepEnd  # noqa: PLC0415 - --help needs no structs
 
+        self.has_engine = self.has_engine or any(isinstance(e, EngineReady) for e in events)
         self._tap(events)
         is_end = any(isinstance(event, StepEnd) for event in events)
         can_stop = is_end or not self._is_stepping

@@ -49,20 +49,23 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of cosines and sines of every position.
+    """The table of cosines and sines of every position from 0 to `num_positions`, exclusive.
+
+    A position's row does not depend on how many there are: a table for as long as an engine's texts
+    can become is the beginning of the one for all that the checkpoint allows.
 
     The table is float32 in a model of any dtype, also after `model.to(dtype)`: with the 8 bits of
     bfloat16, neighbouring positions would often have the same angle.
     """
 
-    cos_sin_table: Tensor  # (max_position, head_dim): cosines, then sines, of each frequency
+    cos_sin_table: Tensor  # (num_positions, head_dim): cosines, then sines, of each frequency
 
     def __init__(
-        self, head_dim: int, max_position: int, theta: float, scaling: RopeScaling | None = None
+        self, head_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
         frequencies = _frequencies(head_dim, theta, scaling)  # (head_dim / 2,)
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("cos_sin_table", table, persistent=False)

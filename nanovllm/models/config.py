@@ -4,12 +4,13 @@ Knows the two spellings of the file (transformers 5 and before), the range of ev
 and which options this engine does not implement. Whatever would change the model's output is either
 read or refused by name, never ignored.
 
-Knows no torch and no transformers, and nothing of the weights: the loader finds wrong shapes.
+Knows no torch and no transformers, and nothing of the weights but how many numbers they are: the
+loader finds wrong shapes.
 """
 
 from __future__ import annotations
 
-import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from nanovllm.errors import ModelConfigError
 from nanovllm.models.json_fields import JsonFields
 from nanovllm.models.rope_config import RopeScaling, read_rope
+from nanovllm.utils.files import explain, is_there, read_json
 
 if TYPE_CHECKING:
     import os
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "float16", "bfloat16")
+SIZE_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+GIB = 1024**3
 
 # A field that may hold one value only: what is implemented. Absent or null means that value.
 IMPLEMENTED_ONLY: tuple[tuple[str, object], ...] = (
@@ -69,6 +76,45 @@ class ModelConfig:
     dtype: str | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers all weights are together; a tied head counts once."""
+        num_q_rows = self.num_attention_heads * self.head_dim
+        num_kv_rows = self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * 2 * (num_q_rows + num_kv_rows)  # q, o; k, v
+        mlp = self.hidden_size * 3 * self.intermediate_size  # gate, up, down
+        norms = 2 * self.hidden_size + 2 * self.head_dim
+        num_embeddings = 1 if self.tie_word_embeddings else 2
+        embeddings = num_embeddings * self.vocab_size * self.hidden_size
+        return embeddings + self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size
+
+    def check_memory(
+        self, folder: str, total_bytes: int, bytes_per_parameter: int, num_positions: int
+    ) -> None:
+        """Refuse a model that a memory cannot hold, before anything of it is allocated.
+
+        Args:
+            folder: where the configuration is from, for the error.
+            total_bytes: of the memory; of several ranks' together.
+            bytes_per_parameter: of the dtype that the weights are loaded as.
+            num_positions: rows of the rotary table, which is float32.
+
+        Raises:
+            ModelConfigError: with the numbers, and the fields that they come from.
+        """
+        weight_bytes = self.num_parameters * bytes_per_parameter
+        table_bytes = num_positions * self.head_dim * 4
+        if weight_bytes + table_bytes <= total_bytes:
+            return
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in SIZE_FIELDS)
+        raise ModelConfigError(
+            f"{folder}/config.json describes a model that does not fit: {self.num_parameters} "
+            f"parameters of {bytes_per_parameter} bytes ({weight_bytes / GIB:.4g} GiB) and a table "
+            f"of {num_positions} positions ({table_bytes / GIB:.4g} GiB), where the memory has "
+            f"{total_bytes / GIB:.4g} GiB; if {sizes} are right, take a smaller model, dtype or "
+            "max_model_len."
+        )
+
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> Self:
         """Read `config.json` and, if there is one, `generation_config.json` of a model folder.
@@ -77,11 +123,7 @@ class ModelConfig:
             ModelConfigError: naming the file, the field and what is wrong with it.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            what = "is a file" if folder.exists() else "does not exist"
-            raise ModelConfigError(
-                f"{folder} {what}; give the folder of a model, with config.json in it."
-            )
+        _check_folder(folder)
         fields = _read_json(folder / "config.json")
         _refuse_what_is_not_implemented(fields)
 
@@ -113,17 +155,23 @@ class ModelConfig:
         )
 
 
-def _read_json(file: Path) -> JsonFields:
+def _check_folder(folder: Path) -> None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        what = None if stat.S_ISDIR(folder.stat().st_mode) else "is a file"
+    except (OSError, ValueError) as error:
+        what = f"cannot be opened: {explain(error, folder)}"
+        if isinstance(error, FileNotFoundError) and not is_there(folder):
+            what = "does not exist"
+    if what is not None:
         raise ModelConfigError(
-            f"{file.parent} has no {file.name}; is it the folder of a model?"
-        ) from None
-    except OSError as error:
-        raise ModelConfigError(f"{file} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
-        raise ModelConfigError(f"{file} is not valid JSON: {error}.") from error
+            f"{folder} {what}; give the folder of a model, with config.json in it."
+        )
+
+
+def _read_json(file: Path) -> JsonFields:
+    if not is_there(file):
+        raise ModelConfigError(f"{file.parent} has no {file.name}; is it the folder of a model?")
+    content = read_json(file, ModelConfigError)
     if not isinstance(content, dict):
         raise ModelConfigError(f"{file} must hold a JSON object, not {type(content).__name__}.")
     return JsonFields(file, content)
@@ -144,7 +192,8 @@ def _check_layer_types(fields: JsonFields, num_hidden_layers: int) -> None:
     layer_types = fields.get("layer_types")
     if layer_types is None:
         return
-    if layer_types != ["full_attention"] * num_hidden_layers:
+    kinds = layer_types if isinstance(layer_types, list) else []
+    if len(kinds) != num_hidden_layers or any(kind != "full_attention" for kind in kinds):
         raise fields.error(
             "layer_types",
             f"must name 'full_attention' {num_hidden_layers} times (num_hidden_layers);"
@@ -188,7 +237,7 @@ def _dtype(fields: JsonFields) -> str | None:
 
 def _eos_token_ids(folder: Path, fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
     generation_file = folder / "generation_config.json"
-    if generation_file.exists():
+    if is_there(generation_file):
         generation_fields = _read_json(generation_file)
         if generation_fields.get("eos_token_id") is not None:
             fields = generation_fields

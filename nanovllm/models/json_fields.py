@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+LARGEST_COUNT = 2**63 - 1  # no tensor has more rows
+
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
@@ -52,12 +54,12 @@ class JsonFields:
         return JsonFields(self.file, value, f"{self.prefix}{name}.")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+        """Return a whole number from 1 to LARGEST_COUNT."""
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, "must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_COUNT:
+            raise self.error(name, f"must be a whole number from 1 to {LARGEST_COUNT}")
         return value
 
     def number(self, name: str, *, above: float, default: float | None = None) -> float:

@@ -127,7 +127,11 @@ class Qwen3Model(nn.Module):
     """Everything but the head."""
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        parallel: TensorParallel,
+        num_positions: int,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
@@ -136,7 +140,7 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
+            config.head_dim, num_positions, config.rope_theta, config.rope_scaling
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -155,12 +159,35 @@ class Qwen3ForCausalLM(nn.Module):
     With tensor parallelism this is one rank's part: all ranks must call it together, with the same
     tokens.
 
+    Args:
+        config: the model's shape.
+        attention_backend: what `Attention` computes with.
+        parallel: which part is this rank's.
+        num_positions: positions run from 0 to this number, exclusive; None for all that the
+            configuration allows. An engine never goes past its max_model_len.
+
     Attributes:
         packed_modules_mapping: module here -> the modules of a checkpoint that it stacks.
+        shape_fields: module of a checkpoint -> for each dimension of its weight, the fields of the
+            configuration that it comes from. For errors.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    )
+    shape_fields: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
+            "q_proj": ("num_attention_heads, head_dim", "hidden_size"),
+            **dict.fromkeys(("k_proj", "v_proj"), ("num_key_value_heads, head_dim", "hidden_size")),
+            "o_proj": ("hidden_size", "num_attention_heads, head_dim"),
+            **dict.fromkeys(("gate_proj", "up_proj"), ("intermediate_size", "hidden_size")),
+            "down_proj": ("hidden_size", "intermediate_size"),
+            **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
+            **dict.fromkeys(
+                ("input_layernorm", "post_attention_layernorm", "norm"), ("hidden_size",)
+            ),
+        }
     )
 
     def __init__(
@@ -168,10 +195,12 @@ class Qwen3ForCausalLM(nn.Module):
         config: ModelConfig,
         attention_backend: AttentionBackend,
         parallel: TensorParallel = ALONE,
+        num_positions: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, attention_backend, parallel)
+        num_positions = num_positions or config.max_position_embeddings
+        self.model = Qwen3Model(config, attention_backend, parallel, num_positions)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

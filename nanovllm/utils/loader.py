@@ -1,7 +1,9 @@
 """Loading a checkpoint: every tensor of it into the model, every weight of the model from it.
 
 The headers of all files are read and compared with the model first; only when all names, shapes and
-types fit is anything copied. So a wrong checkpoint is refused whole, and by name.
+types fit is anything copied. So a wrong checkpoint is refused whole, and by name. The numbers
+themselves are looked at while they are copied: one that is not finite is refused by its tensor's
+name, and the model is then of no use.
 
 Knows safetensors files, that a packed module is filled by several tensors, and that a rank holds a
 part of a split one: it reads that part only. Does not know the model's architecture: the model's
@@ -10,8 +12,8 @@ own parameters say what is needed.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import WeightsError
 from nanovllm.layers.linear import PackedLinear
+from nanovllm.utils.files import check_file, explain, is_there, read_json
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 BYTES_PER_NUMBER = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types that are cast on copying
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # by their largest number
+LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's tensors begin with
 MOST_NAMES_SHOWN = 4
 
 
@@ -60,11 +65,13 @@ class Destination:
 
     Attributes:
         partition: the part of the tensor that goes there; None for all of it.
+        fields: for each dimension, the fields of config.json that it comes from, if known.
     """
 
     module_name: str
     weight: Tensor
     partition: Partition | None = None
+    fields: tuple[str, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -84,12 +91,18 @@ class Destination:
         stored: Tensor = tensors.get_slice(name)[rows if part.dim == 0 else (slice(None), rows)]
         return stored
 
-    def fill(self, values: Tensor) -> None:
-        """Copy what `read` returned; padding, which comes after it, stays as it is."""
+    def fill(self, values: Tensor) -> bool:
+        """Copy what `read` returned; padding, which comes after it, stays as it is.
+
+        Returns:
+            Is every number finite, in the weight's dtype?
+        """
         weight = self.weight
         if self.partition is not None:
             weight = weight.narrow(self.partition.dim, 0, self.partition.num_stored)
         weight.copy_(values)
+        # On a CPU 10 to 40 times as fast as isfinite().all(). The extremes of a NaN are NaN.
+        return weight.numel() == 0 or all(extreme.isfinite() for extreme in weight.aminmax())
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeights:
@@ -97,7 +110,8 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
 
     Raises:
         WeightsError: a file is missing, broken or ambiguous, or the checkpoint does not hold
-            exactly the tensors that the model has. The model is then as it was before.
+            exactly the tensors that the model has. The model is then as it was before. Or a tensor
+            holds a number that is not finite, or not in the model's dtype.
     """
     files = find_files(Path(folder))
     stored = read_headers(files)
@@ -113,37 +127,45 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
     for file in files:
         with safe_open(file, framework="pt") as tensors, torch.no_grad():
             for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
-                if name not in tied:
-                    destinations[name].fill(destinations[name].read(tensors, name))
+                if name in tied:
+                    continue
+                destination = destinations[name]
+                values = destination.read(tensors, name)
+                if not destination.fill(values):
+                    raise _not_finite(file, name, values, destination.weight.dtype)
     num_bytes = sum(math.prod(t.shape) * BYTES_PER_NUMBER[t.dtype] for t in stored.values())
     return LoadedWeights(len(files), len(stored), num_bytes)
 
 
 def find_files(folder: Path) -> list[Path]:
     """Return the files of the checkpoint: one, those of the index, or all there are."""
-    if (folder / SINGLE_FILE).exists():
+    if is_there(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
-    if (folder / INDEX_FILE).exists():
+    if is_there(folder / INDEX_FILE):
         names = sorted(set(_read_index(folder / INDEX_FILE).values()))
         for name in names:
-            if not (folder / name).is_file():
+            if not is_there(folder / name):
                 raise WeightsError(
                     f"{folder / INDEX_FILE} names the file {name}, which is not in the folder; "
                     "download it again."
                 )
         return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
-        found = f" (only {_some(others)}: convert to safetensors first)" if others else ""
-        raise WeightsError(f"{folder} holds no .safetensors file{found}.")
-    return files
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        raise WeightsError(f"{folder} cannot be read: {explain(error, folder)}.") from error
+    if weights := [file for file in files if file.suffix == ".safetensors"]:
+        return weights
+    others = [file.name for file in files if file.suffix in {".bin", ".pt", ".pth"}]
+    found = f" (only {_some(others)}: convert to safetensors first)" if others else ""
+    raise WeightsError(f"{folder} holds no .safetensors file{found}.")
 
 
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
     """Return the tensors of all files by name, without reading their numbers."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
+        check_file(file, WeightsError)
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
@@ -169,6 +191,7 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
     Together the destinations are all parameters of the model, each number once.
     """
     packed: Mapping[str, tuple[str, ...]] = getattr(model, "packed_modules_mapping", {})
+    shape_fields: Mapping[str, tuple[str, ...]] = getattr(model, "shape_fields", {})
     destinations = {}
     for name, parameter in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
@@ -176,11 +199,15 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
         module = model.get_submodule(module_name)
         if own_name not in packed or not isinstance(module, PackedLinear):
             partition: Partition | None = getattr(module, "partition", None)
-            destinations[name] = Destination(module_name, parameter, partition)
+            fields = shape_fields.get(own_name, ())
+            destinations[name] = Destination(module_name, parameter, partition, fields)
             continue
         for shard_name in packed[own_name]:
             destinations[f"{parent_name}.{shard_name}.{leaf}"] = Destination(
-                module_name, module.shard(shard_name), module.partitions[shard_name]
+                module_name,
+                module.shard(shard_name),
+                module.partitions[shard_name],
+                shape_fields.get(shard_name, ()),
             )
     return destinations
 
@@ -197,22 +224,19 @@ def find_tied(model: nn.Module) -> dict[str, str]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{file} is not valid JSON: {error}.") from error
+    content = read_json(file, WeightsError)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{file} must have a weight_map from tensor names to file names.")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name:
             raise WeightsError(f"{file}: weight_map.{name} = {file_name!r} is no file name.")
     return weight_map
 
 
 def _check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
     """Check that each tensor lies where the index, if it is in use, says."""
-    if (folder / SINGLE_FILE).exists() or not (folder / INDEX_FILE).exists():
+    if is_there(folder / SINGLE_FILE) or not is_there(folder / INDEX_FILE):
         return
     for name, file_name in _read_index(folder / INDEX_FILE).items():
         if name not in stored or stored[name].file.name != file_name:
@@ -233,13 +257,15 @@ def _check_names(
         module_name = destinations[missing[0]].module_name
         raise WeightsError(
             f"{folder} lacks {_some(missing)}; the model's {module_name} needs "
-            f"{missing[0]}. Is the checkpoint complete, and does its config.json belong to it?"
+            f"{missing[0]}. Is the checkpoint complete, and does its config.json belong to it"
+            f"{_hint(_existence_field(missing[0], stored))}?"
         )
     unknown = [name for name in stored if name not in destinations and name not in tied]
     if unknown:
         raise WeightsError(
             f"{stored[unknown[0]].file} holds {_some(unknown)}, for which the model has no module. "
-            "Does the folder's config.json belong to this checkpoint?"
+            "Does the folder's config.json belong to this checkpoint"
+            f"{_hint(_existence_field(unknown[0], destinations))}?"
         )
 
 
@@ -251,9 +277,14 @@ def _check_tensor(name: str, tensor: StoredTensor, destination: Destination) -> 
         )
     expected = destination.stored_shape
     if tensor.shape != expected:
+        fields = destination.fields
+        if len(tensor.shape) == len(expected) == len(fields):  # those of the dimensions that differ
+            pairs = zip(fields, tensor.shape, expected, strict=True)
+            fields = tuple(field for field, stored, needed in pairs if stored != needed)
         raise WeightsError(
             f"{tensor.file}: {name} has the shape {tensor.shape}, but the model's "
-            f"{destination.module_name} needs {expected}. Does config.json belong to it?"
+            f"{destination.module_name} needs {expected}. Does config.json belong to it"
+            f"{_hint(*fields)}?"
         )
 
 
@@ -269,6 +300,39 @@ def _check_tied(
         f"{tensor.file}: {alias} differs from {name}, but config.json ties the two "
         "(tie_word_embeddings). One of the files is wrong."
     )
+
+
+def _not_finite(file: Path, name: str, values: Tensor, dtype: torch.dtype) -> WeightsError:
+    num_bad = int(values.numel() - values.isfinite().sum())
+    if num_bad:
+        return WeightsError(
+            f"{file}: {name} holds {num_bad} numbers that are not finite (NaN or infinity), of "
+            f"{values.numel()}. The checkpoint is broken: download it again."
+        )
+    largest = float(values.abs().max())
+    wide = [str(other).removeprefix("torch.") for other in DTYPES if largest <= _largest(other)]
+    advice = f"load it with dtype={' or '.join(wide)}" if wide else "no dtype that is read does"
+    return WeightsError(
+        f"{file}: {name} holds numbers up to {largest:g}, which {str(dtype).removeprefix('torch.')}"
+        f" (up to {_largest(dtype):g}) does not hold: {advice}."
+    )
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+def _existence_field(name: str, others: Mapping[str, object]) -> str:
+    """Return the field of config.json that decides whether there is such a tensor, or ""."""
+    layer = LAYER.match(name)
+    if layer and not any(other.startswith(layer[0]) for other in others):
+        return "num_hidden_layers"
+    return "tie_word_embeddings" if name == "lm_head.weight" else ""
+
+
+def _hint(*fields: str) -> str:
+    named = ", ".join(filter(None, fields))
+    return f" (look at {named})" if named else ""
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,523 @@
+"""Broken model folders: `LLM` and `nvtrace run` refuse each by name, and no older trace is lost.
+
+What the loader and the config reader do by themselves is tested with them; here it is what a user
+sees. A sentence names the file, the tensor or the field, and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM
+from nanovllm.errors import ModelConfigError, NanoVLLMError, TokenizerError, WeightsError
+from nanovllm.models.config import ModelConfig
+from support.cli import call
+from support.models import edit_config, load, make_reference, save_reference
+from support.oracle import make_llm, save_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Spoil = Callable[[Path], object]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+NORM = "model.norm.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LONG_NAME = "x" * 300
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything in it, to be copied from."""
+    folder = tmp_path_factory.mktemp("good")
+    save_reference(make_reference(), folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    """A folder to spoil."""
+    return shutil.copytree(good, tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+# -- ways to spoil a folder ------------------------------------------------------------------------
+
+
+def cut(num_bytes: int) -> Spoil:
+    """Keep so many bytes of the weights; a negative number counts from the end."""
+    return lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:num_bytes])
+
+
+def overwrite(begin: bytes) -> Spoil:
+    """Put other bytes at the beginning of the weights."""
+    return lambda f: (f / WEIGHTS).write_bytes(begin + (f / WEIGHTS).read_bytes()[len(begin) :])
+
+
+def overlap(folder: Path) -> None:
+    """Let two tensors lie on the same bytes."""
+    data = (folder / WEIGHTS).read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    header["lm_head.weight"]["data_offsets"] = header[EMBEDDING]["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
+
+
+def put(name: str, *numbers: float, dtype: torch.dtype | None = None) -> Spoil:
+    """Put numbers into a tensor; a dtype casts all tensors first."""
+
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+        tensors[name].view(-1)[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        save_file(tensors, folder / WEIGHTS)
+
+    return spoil
+
+
+def tie(folder: Path) -> None:
+    """Take the head away, as a tied checkpoint has none; the config goes on saying it has."""
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / WEIGHTS)
+
+
+def say(**changes: object) -> Spoil:
+    """Change fields of config.json."""
+    return lambda f: edit_config(f, changes)
+
+
+def write(name: str, text: str) -> Spoil:
+    """Write a file."""
+    return lambda f: (f / name).write_text(text, encoding="utf-8")
+
+
+def remove(*names: str) -> Spoil:
+    """Remove files."""
+
+    def spoil(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return spoil
+
+
+def point(name: str, target: str) -> Spoil:
+    """Make a name a link; to itself, say."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return spoil
+
+
+def become(name: str, make: Callable[[Path], object]) -> Spoil:
+    """Put something else in a file's place."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return spoil
+
+
+def shards(then: Spoil) -> Spoil:
+    """Split the weights in two files with an index, and spoil those."""
+
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).unlink()
+        weight_map: dict[str, str] = {}
+        for number in (1, 2):
+            file = f"model-0000{number}-of-00002.safetensors"
+            part = {name: tensors[name] for name in sorted(tensors)[number - 1 :: 2]}
+            save_file(part, folder / file)
+            weight_map |= dict.fromkeys(part, file)
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+        then(folder)
+
+    return spoil
+
+
+def index(file: str) -> Spoil:
+    """Let the index name a file."""
+    return shards(write(INDEX, json.dumps({"weight_map": {NORM: file}})))
+
+
+def give_a_word_the_id(token_id: int) -> Spoil:
+    """Add a word to the tokenizer."""
+
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content["model"]["vocab"]["far"] = token_id
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+    return spoil
+
+
+# -- each is refused -------------------------------------------------------------------------------
+
+CUT = "is no whole safetensors file"
+LOOP = "cannot be read: Too many levels of symbolic links (it is a link to"
+NOWHERE = "cannot be read: No such file or directory (it is a link to nowhere)"
+HUGE = 10**9
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+
+WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
+    "cut in the length of the header": (cut(5), [WEIGHTS, CUT]),
+    "cut in the header": (cut(300), [WEIGHTS, CUT, "download it again"]),
+    "cut in the data": (cut(-10), [WEIGHTS, CUT]),
+    "empty": (cut(0), [WEIGHTS, CUT]),
+    "a header of any length": (overwrite(b"\xff" * 8), [WEIGHTS, CUT]),
+    "a header of no length": (overwrite(b"\0" * 8), [WEIGHTS, CUT]),
+    "a header that is no JSON": (overwrite(struct.pack("<Q", 9) + b"{'a': 1}"), [WEIGHTS, CUT]),
+    "tensors that overlap": (overlap, [WEIGHTS, CUT]),
+    "a NaN": (put(NORM, torch.nan), [WEIGHTS, NORM, "1 numbers that are not finite", "of 64"]),
+    "infinities": (put(QUERY, torch.inf, -torch.inf), [QUERY, "2 numbers that are not finite"]),
+    "a NaN in bfloat16": (
+        put(QUERY, torch.nan, dtype=torch.bfloat16),
+        [QUERY, "1 numbers", "download it again"],
+    ),
+    "a number past float32": (
+        put(QUERY, 1e300, dtype=torch.float64),
+        [QUERY, "1e+300", "float32 (up to 3.40282e+38) does not hold", "no dtype"],
+    ),
+    "another hidden_size": (
+        say(hidden_size=128),
+        [EMBEDDING, "(128, 64)", "(128, 128)", "look at hidden_size"],
+    ),
+    "more layers": (
+        say(num_hidden_layers=3, layer_types=None),
+        ["lacks model.layers.2.", "look at num_hidden_layers"],
+    ),
+    "fewer layers": (
+        say(num_hidden_layers=1, layer_types=None),
+        [WEIGHTS, "holds model.layers.1.", "look at num_hidden_layers"],
+    ),
+    "a larger vocabulary": (
+        say(vocab_size=256),
+        [EMBEDDING, "(128, 64)", "(256, 64)", "look at vocab_size"],
+    ),
+    "another head_dim": (
+        say(head_dim=32),
+        ["q_proj.weight", "(64, 64)", "(128, 64)", "look at num_attention_heads, head_dim"],
+    ),
+    "more KV heads": (
+        say(num_key_value_heads=4),
+        ["k_proj.weight", "(32, 64)", "(64, 64)", "look at num_key_value_heads, head_dim"],
+    ),
+    "another intermediate_size": (
+        say(intermediate_size=100),
+        ["gate_proj.weight", "(96, 64)", "(100, 64)", "look at intermediate_size"],
+    ),
+    "tied by the config only": (
+        say(tie_word_embeddings=True),
+        ["lm_head.weight", EMBEDDING, "tie_word_embeddings"],
+    ),
+    "tied by the weights only": (tie, ["lacks lm_head.weight", "look at tie_word_embeddings"]),
+    "weights that are a circle of links": (point(WEIGHTS, WEIGHTS), [WEIGHTS, LOOP]),
+    "weights that are a link to nowhere": (point(WEIGHTS, "nowhere"), [WEIGHTS, NOWHERE]),
+    "weights that are a folder": (become(WEIGHTS, Path.mkdir), [WEIGHTS, "it is a folder"]),
+    "weights that are a pipe": (become(WEIGHTS, os.mkfifo), [WEIGHTS, "no ordinary file"]),
+    "a shard that is a circle": (shards(point(SHARD, SHARD)), [SHARD, LOOP]),
+    "a shard that leads nowhere": (shards(point(SHARD, "nowhere")), [SHARD, NOWHERE]),
+    "a shard that is a folder": (shards(become(SHARD, Path.mkdir)), [SHARD, "it is a folder"]),
+    "an index that is a circle": (shards(point(INDEX, INDEX)), [INDEX, LOOP]),
+    "an index that leads nowhere": (shards(point(INDEX, "nowhere")), [INDEX, NOWHERE]),
+    "an index that is a folder": (shards(become(INDEX, Path.mkdir)), [INDEX, "it is a folder"]),
+    "a shard's name that is too long": (index(LONG_NAME), [LONG_NAME, "File name too long"]),
+    "a shard's name of no letters": (index(""), [INDEX, f"weight_map.{NORM} = ''"]),
+    "a shard's name with a zero": (index("a\0b"), ["cannot be read: embedded null byte"]),
+}
+
+TOKENIZER_CASES: dict[str, tuple[Spoil, list[str]]] = {
+    "no vocabulary": (remove("tokenizer.json"), ["tokenizer.json or vocab.json is missing"]),
+    "no tokenizer_config.json": (
+        remove("tokenizer_config.json"),
+        ["tokenizer_config.json is missing"],
+    ),
+    "a vocabulary cut off": (
+        write("tokenizer.json", '{"a":'),
+        ["tokenizer.json is not valid JSON"],
+    ),
+    "an empty vocabulary": (write("tokenizer.json", ""), ["tokenizer.json is not valid JSON"]),
+    "a vocabulary of another kind": (write("tokenizer.json", "[]"), ["that transformers can load"]),
+    "a vocabulary without a model": (write("tokenizer.json", "{}"), ["that transformers can load"]),
+    "a config cut off": (
+        write("tokenizer_config.json", "{"),
+        ["tokenizer_config.json is not valid JSON"],
+    ),
+    "other files cut off": (
+        write("special_tokens_map.json", "{"),
+        ["special_tokens_map.json is not valid JSON"],
+    ),
+    "an id past the vocabulary": (
+        give_a_word_the_id(500),
+        ["the id of 'far' is 500", "vocab_size = 128"],
+    ),
+    "a vocabulary smaller than the tokenizer's": (
+        say(vocab_size=100),
+        ["the id of 'w127' is 127", "vocab_size = 100"],
+    ),
+    "a circle of links": (point("tokenizer.json", "tokenizer.json"), ["tokenizer.json", LOOP]),
+    "a link to nowhere": (point("tokenizer.json", "nowhere"), ["tokenizer.json", NOWHERE]),
+    "a folder": (become("tokenizer.json", Path.mkdir), ["tokenizer.json", "it is a folder"]),
+}
+
+CONFIG_CASES: dict[str, tuple[Spoil, list[str]]] = {
+    "a circle of links": (point("config.json", "config.json"), ["config.json", LOOP]),
+    "a link to nowhere": (point("config.json", "nowhere"), ["config.json", NOWHERE]),
+    "a folder": (become("config.json", Path.mkdir), ["config.json", "it is a folder"]),
+    "generation_config.json is a circle": (
+        point("generation_config.json", "generation_config.json"),
+        ["generation_config.json", LOOP],
+    ),
+    "generation_config.json leads nowhere": (
+        point("generation_config.json", "nowhere"),
+        ["generation_config.json", NOWHERE],
+    ),
+    "layers": (
+        say(num_hidden_layers=HUGE, layer_types=None),
+        ["does not fit", f"num_hidden_layers={HUGE}", "30880000016448 parameters", "GiB"],
+    ),
+    "layers, and too few layer_types": (
+        say(num_hidden_layers=HUGE),
+        ["layer_types", f"{HUGE} times"],
+    ),
+    "width": (say(hidden_size=HUGE), ["does not fit", f"hidden_size={HUGE}", "GiB"]),
+    "vocabulary": (say(vocab_size=HUGE), ["does not fit", f"vocab_size={HUGE}", "GiB"]),
+    "MLP": (say(intermediate_size=HUGE), ["does not fit", f"intermediate_size={HUGE}", "GiB"]),
+    "heads": (
+        say(num_attention_heads=HUGE, num_key_value_heads=HUGE),
+        ["does not fit", f"num_attention_heads={HUGE}", "GiB"],
+    ),
+    "head_dim": (say(head_dim=HUGE), ["does not fit", f"head_dim={HUGE}", "GiB"]),
+    "more positions than numbers": (
+        say(max_position_embeddings=10**30),
+        ["max_position_embeddings", "from 1 to 9223372036854775807"],
+    ),
+    "more than a tensor can count": (say(vocab_size=2**63), ["vocab_size", "from 1 to"]),
+    "a former length past floats": (
+        say(rope_parameters={**YARN, "original_max_position_embeddings": 10**400}),
+        ["original_max_position_embeddings", "from 1 to"],
+    ),
+}
+
+CASES: list[tuple[type[NanoVLLMError], str, Spoil, list[str]]] = [
+    (error, what, spoil, parts)
+    for error, cases in (
+        (WeightsError, WEIGHTS_CASES),
+        (TokenizerError, TOKENIZER_CASES),
+        (ModelConfigError, CONFIG_CASES),
+    )
+    for what, (spoil, parts) in cases.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "spoil", "parts"),
+    [pytest.param(e, spoil, parts, id=f"{e.__name__}: {what}") for e, what, spoil, parts in CASES],
+)
+def test_a_broken_folder_is_refused_by_name_and_an_older_trace_stays(
+    error: type[NanoVLLMError],
+    spoil: Spoil,
+    parts: list[str],
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(copy)
+    with pytest.raises(error) as caught:
+        make_llm(copy)
+    assert type(caught.value) is error
+    for part in (str(copy), *parts):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_run_refuses(copy, capsys, *parts)
+
+
+def assert_run_refuses(model: Path, capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    """`nvtrace run` says one line, with these parts, and no file is any other than before."""
+    arguments = ("run", "example", "--model", model, "--prompt", "w5", "--max-tokens", "2")
+    trace = Path("trace.jsonl")
+    for older in (None, "precious"):
+        if older is not None:
+            trace.write_text(older, encoding="utf-8")
+        outcome = call(capsys, *arguments)
+        assert (outcome.code, outcome.out) == (5, ""), outcome.err
+        assert outcome.err.startswith("nvtrace: ")
+        assert outcome.err.count("\n") == 1
+        for part in parts:
+            assert part.replace("\0", r"\x00") in outcome.err
+        assert [*Path.cwd().iterdir()] == ([] if older is None else [trace.absolute()])
+    assert trace.read_text(encoding="utf-8") == "precious"
+    trace.unlink()
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_opened_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "lost").symlink_to("nowhere")
+    for folder, part in (
+        (tmp_path / "circle", "Too many levels of symbolic links (it is a link to circle)"),
+        (tmp_path / "lost", "No such file or directory (it is a link to nowhere)"),
+        (tmp_path / LONG_NAME, "File name too long"),
+        (good / "config.json" / "below", "Not a directory"),
+        (tmp_path / "nowhere", "nowhere does not exist"),
+    ):
+        with pytest.raises(ModelConfigError, match="give the folder of a model") as caught:
+            LLM(folder)
+        assert part in str(caught.value)
+        assert_run_refuses(folder, capsys, part)
+
+
+def deny(path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file or folder refuse everybody, also root."""
+    original = getattr(Path, method)
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the method's
+        if self == path or (method != "open" and path in self.parents):
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(Path, method, refuse)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("config.json", ModelConfigError),
+        ("generation_config.json", ModelConfigError),
+        ("tokenizer.json", TokenizerError),
+        (WEIGHTS, WeightsError),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_refused(
+    name: str,
+    error: type[NanoVLLMError],
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (copy / "generation_config.json").write_text("{}")
+    deny(copy / name, "open", monkeypatch)
+    with pytest.raises(error, match=f"{name} cannot be read: Permission denied"):
+        LLM(copy)
+    assert_run_refuses(copy, capsys, f"{name} cannot be read: Permission denied")
+
+
+def test_a_folder_that_may_not_be_entered_is_refused(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in ("stat", "lstat"):
+        deny(copy, method, monkeypatch)
+    with pytest.raises(ModelConfigError, match="model cannot be opened: Permission denied"):
+        LLM(copy)
+
+
+def test_a_folder_that_may_not_be_listed_is_refused_where_that_matters(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny(copy, "iterdir", monkeypatch)
+    make_llm(copy)  # its one file of weights has the usual name
+    (copy / WEIGHTS).rename(copy / "other.safetensors")
+    with pytest.raises(WeightsError, match="model cannot be read: Permission denied"):
+        make_llm(copy)
+
+
+# -- numbers that do not fit the dtype -------------------------------------------------------------
+
+
+def test_a_number_past_float16_is_refused_there_and_loaded_elsewhere(copy: Path) -> None:
+    put(QUERY, 1.0, -70_000.0)(copy)
+    with pytest.raises(WeightsError) as caught:
+        make_llm(copy, dtype="float16")
+    assert f"{QUERY} holds numbers up to 70000, which float16 (up to 65504) does not hold" in str(
+        caught.value
+    )
+    assert "load it with dtype=bfloat16 or float32" in str(caught.value)
+    for dtype in ("float32", "bfloat16"):
+        make_llm(copy, dtype=dtype)
+
+
+def test_the_largest_number_of_a_dtype_is_loaded(copy: Path) -> None:
+    put(QUERY, 65504.0, -65504.0)(copy)
+    make_llm(copy, dtype="float16")
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 1, "head_dim": 32}]
+)
+def test_the_parameters_are_counted_by_the_config_alone(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    save_reference(make_reference(changes), tmp_path)
+    num_parameters = sum(parameter.numel() for parameter in load(tmp_path).parameters())
+    assert ModelConfig.from_folder(tmp_path).num_parameters == num_parameters
+
+
+def test_a_model_fits_to_the_last_byte(good: Path) -> None:
+    config = ModelConfig.from_folder(good)
+    room = config.num_parameters * 2 + 100 * config.head_dim * 4
+    config.check_memory("model", room, bytes_per_parameter=2, num_positions=100)
+    with pytest.raises(ModelConfigError, match=r"model/config\.json .* does not fit"):
+        config.check_memory("model", room - 1, bytes_per_parameter=2, num_positions=100)
+
+
+def test_positions_nobody_can_reach_cost_nothing(good: Path, copy: Path) -> None:
+    edit_config(copy, {"max_position_embeddings": 10**12})
+    [outputs, expected] = [
+        make_llm(folder, max_model_len=512).generate([[5, 6, 7]]) for folder in (copy, good)
+    ]
+    assert outputs == expected
+    with pytest.raises(ModelConfigError, match=r"a table of 2147483647 positions \(128 GiB\)"):
+        make_llm(copy, max_model_len=2**31 - 1)
+
+
+# -- what is only found when it is used ------------------------------------------------------------
+
+
+def test_a_folder_without_a_tokenizer_takes_token_ids_only(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove("tokenizer.json", "tokenizer_config.json")(copy)
+    llm = make_llm(copy)
+    assert llm.generate([[5, 6, 7]])[0]["token_ids"]
+    with pytest.raises(TokenizerError, match=r"holds no tokenizer: add tokenizer\.json"):
+        llm.generate(["w5"])
+    assert_run_refuses(copy, capsys, "holds no tokenizer: add tokenizer.json")
+
+
+def test_a_chat_template_that_is_broken_is_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(TokenizerError, match="holds a chat template that cannot be filled in"):
+        make_llm(copy).tokenizer.apply_chat_template("w5")
+    assert_run_refuses(copy, capsys, "chat_template.jinja")

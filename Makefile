@@ -2,6 +2,8 @@
 # make test      set up what is missing, run the tests
 # make check     lint + test: what CI runs
 # make lint      format, rules, types, import contracts
+# make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
+# make bench     time the engine beside transformers on this machine (minutes)
 # make golden    record the golden trace of the tests anew
 # make reference write docs/events.md and docs/trace.schema.json from the event structs
 # make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
@@ -14,7 +16,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check golden reference tiny-model clean help
+.PHONY: example test lint check fuzz bench golden reference tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -47,6 +49,12 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
 
 check: lint test
+
+fuzz: $(VENV)/.dev
+	cd tests && ../$(BIN)/python -m support.fuzz $(FUZZ_ARGS)
+
+bench: $(VENV)/.run
+	$(BIN)/nvtrace bench $(BENCH_ARGS)
 
 # Record the golden trace again, after looking at the difference that the tests show.
 golden: $(VENV)/.dev

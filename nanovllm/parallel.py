@@ -20,6 +20,8 @@ not know how processes start and end (`engine/ranks.py`, `engine/worker_group.py
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 import socket
 from dataclasses import dataclass, field
@@ -82,6 +84,7 @@ class TensorParallel:
         device: where the tensors are that the collectives are given.
         backend: "gloo" or "nccl"; None in a world of one.
         group: torch's process group of that backend; None in a world of one, and once closed.
+        owner: the process that joined the group. A fork of it has the group, but not its threads.
     """
 
     rank: int = 0
@@ -89,6 +92,7 @@ class TensorParallel:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     backend: str | None = None
     group: Any = None  # torch's classes for it have no common base that is public
+    owner: int = field(default_factory=os.getpid)
 
     # -- who holds what --------------------------------------------------------------------------
 
@@ -169,7 +173,10 @@ class TensorParallel:
         It must be left before Python ends: gloo's threads may still want to let go of a tensor,
         and a thread that asks for the interpreter then takes the process down with it.
         """
-        if self.group is not None and self.backend == "nccl":
+        if self.group is not None and os.getpid() != self.owner:
+            # Taken apart in a fork, it would wait for its threads for ever: it is never let go.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        elif self.group is not None and self.backend == "nccl":
             self.group.shutdown()
         self.group = None  # gloo ends with its last reference
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from support.cli_traces import article_run, write_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMANDS = ("run", "replay", "events")
+COMMANDS = ("run", "replay", "events", "bench")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def modules_after(*arguments: str) -> set[str]:
     return set(names)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["replay", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([c, "--help"] for c in COMMANDS)])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     heavy = {"torch", "pandas", "transformers", "rich", "msgspec", "structlog", "numpy"}
     assert modules_after(*arguments) & heavy == set()
@@ -167,6 +168,88 @@ def test_ctrl_c_ends_with_130_and_no_words(
     break_replay(monkeypatch, KeyboardInterrupt())
     outcome = call(capsys, "replay", "x")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+
+
+INTERRUPT_AT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupter(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            sys.meta_path.remove(self)
+            sys.stdout.write(name)
+            sys.stdout.flush()
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+"""Presses Ctrl-C when a module is about to be loaded. Python runs it at its own start."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "nvtrace_cli.main",
+        "typer",
+        "nvtrace_cli.run",
+        "nvtrace_cli.stderr",
+        "nvtrace.scenarios",
+        "rich",
+        "nvtrace.recorder",
+        "structlog",
+        "transformers",
+        "torch",
+        "nanovllm.engine.llm_engine",
+    ],
+)
+def test_ctrl_c_while_modules_load_ends_with_130_and_no_words(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT)
+    variables = environment(INTERRUPT_AT=module)
+    variables["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{variables['PYTHONPATH']}"
+    done = subprocess.run(
+        command("run", "example", "--out", tmp_path / "trace.jsonl"),
+        capture_output=True,
+        env=variables,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, module.encode(), b"")
+    assert not (tmp_path / "trace.jsonl").exists()
+
+
+def test_an_interrupted_command_ends_with_130_even_where_python_would_end_by_the_signal() -> None:
+    script = (
+        "import signal, nvtrace_cli.main as main\n"
+        "def run(arguments):\n"
+        "    try:\n"
+        "        exec('signal.raise_signal(signal.SIGINT)')  # as dataclass() runs strings\n"
+        "    except KeyboardInterrupt:\n"
+        "        return main.INTERRUPTED\n"
+        "main.run_command = run\n"
+        "main.main([])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_loading_the_command_line_leaves_ctrl_c_as_it_was() -> None:
+    script = (
+        "import signal, threading\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        "def load(): import nvtrace_cli.main\n"
+        "thread = threading.Thread(target=load)\n"
+        "thread.start(); thread.join()\n"
+        "import nvtrace_cli.main\n"
+        "assert signal.getsignal(signal.SIGINT) is before\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("options", [[], ["--view", "log"], ["--json"], ["--plain", "--unfold"]])

@@ -19,7 +19,14 @@ from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
 from nvtrace.replay import InconsistentTraceError, State, fold_steps
 from support.fake_runner import InjectedError, make_engine
-from support.recording import BUSY, BUSY_MIXED, HOOKS_OF_A_STEP, Interruption, Recording
+from support.recording import (
+    BUSY,
+    BUSY_MIXED,
+    HOOKS_OF_A_STEP,
+    Interruption,
+    Recording,
+    assert_fold_equals_engine,
+)
 from support.snapshot import snapshot_of_engine, snapshot_of_fold
 from support.workload import MemoryFile, Workload, workloads
 
@@ -27,44 +34,12 @@ if TYPE_CHECKING:
     from structlog.typing import EventDict
 
     from nvtrace.envelope import Record
-    from support.recording import Point
     from support.snapshot import Snapshot
 
 MOMENTS = ("scheduled", "ran", "sampled", *HOOKS_OF_A_STEP)
 INTERRUPTIONS = st.builds(
     Interruption, step=st.integers(1, 12), at=st.sampled_from(MOMENTS), is_noted=st.booleans()
 )
-
-
-def point_after(record: Record) -> Point | None:
-    """The point in the engine's life that comes right after `record`."""
-    match record:
-        case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
-            return "schedule"
-        case ev.StepEnd():
-            return "postprocess"
-        case ev.EngineReset():
-            return "reset"
-        case _:
-            return None
-
-
-def assert_fold_equals_engine(recording: Recording) -> None:
-    points = iter(recording.points)
-    state = State()
-    for record in recording.records:
-        state.apply(record)
-        point = point_after(record)
-        if point is not None:
-            if (expected := next(points, None)) is None:
-                pytest.fail(f"the engine was at no point that follows {record}")
-            if point == "schedule" and expected[0] == "reset":  # struck before the runner began
-                points = iter([expected, *points])
-                continue
-            assert (point, snapshot_of_fold(state)) == expected
-    assert next(points, None) is None, "the trace ends before the engine did"
-    at_the_end = snapshot_of_engine(recording.run.engine.scheduler, recording.run.sequences)
-    assert snapshot_of_fold(state) == at_the_end
 
 
 @given(workloads())

@@ -4,17 +4,29 @@
     1    found something             4    trace newer than this tool
     2    wrong usage                 5    the run failed
     130  interrupted                 70   a fault of nvtrace itself
+                                     74   stdout cannot be written (a full disk)
 
-Knows numbers and sentences. Does not know which command meets which failure.
+Knows numbers and sentences. Does not know which command meets which failure. Imports nothing heavy:
+it is the first module of the command line that is loaded.
 """
 
 from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 USAGE = 2
 UNREADABLE_TRACE = 3
 NEWER_TRACE = 4
 RUN_FAILED = 5
 OWN_FAULT = 70
+OUTPUT_FAILED = 74
 INTERRUPTED = 130
 
 
@@ -38,3 +50,20 @@ class RunFailedError(CommandError):
     """The engine did not start, or did not come to its end."""
 
     exit_code = RUN_FAILED
+
+
+@contextmanager
+def interrupts_end_it() -> Iterator[None]:
+    """Let Ctrl-C end the process with its exit code, and no traceback, where nobody catches it yet.
+
+    For the loading of modules: nothing has been begun that would have to be brought to an end.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # no other may say what it does
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody has taken care already, or it is ignored
+        return
+    signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,19 +7,34 @@ no rich, no msgspec and no torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
-import typer
+from nvtrace_cli.failures import (
+    INTERRUPTED,
+    NEWER_TRACE,
+    OUTPUT_FAILED,
+    OWN_FAULT,
+    UNREADABLE_TRACE,
+    CommandError,
+    interrupts_end_it,
+)
 
-from nanovllm import __version__
-from nvtrace_cli.events import events
-from nvtrace_cli.failures import INTERRUPTED, NEWER_TRACE, OWN_FAULT, UNREADABLE_TRACE, CommandError
-from nvtrace_cli.options import say
-from nvtrace_cli.replay import replay
-from nvtrace_cli.run import run
-from nvtrace_cli.stderr import fill_missing_streams
+with interrupts_end_it():  # loading takes a moment
+    import typer
+
+    from nanovllm import __version__
+    from nvtrace_cli.bench import bench
+    from nvtrace_cli.events import events
+    from nvtrace_cli.options import say
+    from nvtrace_cli.replay import replay
+    from nvtrace_cli.run import run
+    from nvtrace_cli.stderr import fill_missing_streams
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 app = typer.Typer(
     name="nvtrace",
@@ -31,6 +46,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(replay)
 app.command()(events)
+app.command()(bench)
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -55,12 +71,27 @@ def nvtrace(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    fill_missing_streams()
+    with interrupts_end_it():
+        fill_missing_streams()
+        for stream in (sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure is not None:  # what a terminal cannot spell is escaped, not a crash
+                reconfigure(errors="backslashreplace")
+    code = run_command(arguments)
+    if code == INTERRUPTED:
+        _leave(code)
+    sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once. Python would end by the signal itself, if it struck while a string was run.
+
+    (As `dataclass` and others do. See `unhandled_keyboard_interrupt` in CPython.)
+    """
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:  # what a terminal cannot spell is escaped, not a crash
-            reconfigure(errors="backslashreplace")
-    sys.exit(run_command(arguments))
+        with suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -77,6 +108,8 @@ def run_command(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("NVTRACE_DEBUG"):
             raise
+        if _is_of_stdout(error):
+            _silence_stdout()
         say(_sentence(error))
         return _exit_code(error)
     return code if isinstance(code, int) else 0
@@ -88,6 +121,8 @@ def _sentence(error: Exception) -> str:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "nvtrace"
         return f"{error.format_message().rstrip('.')} (see {command} --help)"
+    if _is_of_stdout(error):
+        return f"stdout cannot be written, so the output is not whole: {error}"
     if _exit_code(error) == OWN_FAULT:
         return (
             f"{type(error).__name__}: {error} - this should not happen; NVTRACE_DEBUG=1 shows where"
@@ -106,7 +141,12 @@ def _exit_code(error: Exception) -> int:
         return UNREADABLE_TRACE
     if isinstance(error, CommandError) or hasattr(error, "format_message"):
         return int(getattr(error, "exit_code", OWN_FAULT))
-    return OWN_FAULT
+    return OUTPUT_FAILED if _is_of_stdout(error) else OWN_FAULT
+
+
+def _is_of_stdout(error: Exception) -> bool:
+    """Is this a disk's error that stdout met? Whoever opens a file deals with that file's own."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS and error.filename is None
 
 
 def _silence_stdout() -> None:

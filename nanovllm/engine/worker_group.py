@@ -69,7 +69,8 @@ class _Workers:
             is_polite: tell them to stop; else only close the pipes, which says the same to those
                 who listen.
         """
-        if os.getpid() != self.owner:  # a fork of rank 0 has the lists, but not the processes
+        if self.is_forked:
+            self._let_go()
             return
         for connection in self.connections:
             if is_polite:
@@ -82,6 +83,20 @@ class _Workers:
             process.join()
         self.processes.clear()
         self.connections.clear()
+        if self.parallel is not None:
+            self.parallel.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Is this a fork of rank 0's process? It has the lists, but the workers are not its own."""
+        return os.getpid() != self.owner
+
+    def _let_go(self) -> None:
+        """Let a fork come to its end without ending the workers, and without waiting for them."""
+        for connection in self.connections:  # this process's ends: rank 0 has its own
+            connection.close()
+        # Those that multiprocessing ends when this process exits; there is no public way to them.
+        getattr(multiprocessing.process, "_children", set()).difference_update(self.processes)
         if self.parallel is not None:
             self.parallel.close()
 
@@ -207,6 +222,11 @@ class WorkerGroup(Ranks):
         """Turn every way in which a worker can fail into a WorkerError; leave nothing running."""
         if self._ended is not None:
             raise WorkerError(self._ended)
+        if self._workers.is_forked:
+            raise WorkerError(
+                f"the workers of this engine belong to process {self._workers.owner}, and process "
+                f"{os.getpid()} is a fork of it: use the LLM there, or fork before you make it"
+            )
         try:
             yield
         except ContactLostError as error:

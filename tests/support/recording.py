@@ -1,7 +1,7 @@
 """Recording: a workload recorded into memory, with the engine's own word beside the trace's.
 
 Knows when to look at the engine, and how to break it in the middle of a step. Does not know how a
-trace is folded (`nvtrace.replay`).
+trace is folded (`nvtrace.replay`), but that its fold must be the engine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from nvtrace import events as ev
 from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
+from nvtrace.replay import State
 from support.fake_runner import InjectedError, Settings, runner_of
-from support.snapshot import Snapshot, snapshot_of_engine
+from support.snapshot import Snapshot, snapshot_of_engine, snapshot_of_fold
 from support.workload import MemoryFile, Request, Run, Workload
 
 if TYPE_CHECKING:
@@ -124,3 +126,35 @@ class Recording:
     def _take(self, point: Point) -> None:
         scheduler = self.run.engine.scheduler
         self.points.append((point, snapshot_of_engine(scheduler, self.run.sequences)))
+
+
+def _point_after(record: Record) -> Point | None:
+    """The point in the engine's life that comes right after `record`."""
+    match record:
+        case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
+            return "schedule"
+        case ev.StepEnd():
+            return "postprocess"
+        case ev.EngineReset():
+            return "reset"
+        case _:
+            return None
+
+
+def assert_fold_equals_engine(recording: Recording) -> None:
+    """The strongest test in the house: the trace's fold is the engine, at each of its points."""
+    points = iter(recording.points)
+    state = State()
+    for record in recording.records:
+        state.apply(record)
+        point = _point_after(record)
+        if point is not None:
+            if (expected := next(points, None)) is None:
+                pytest.fail(f"the engine was at no point that follows {record}")
+            if point == "schedule" and expected[0] == "reset":  # struck before the runner began
+                points = iter([expected, *points])
+                continue
+            assert (point, snapshot_of_fold(state)) == expected
+    assert next(points, None) is None, "the trace ends before the engine did"
+    at_the_end = snapshot_of_engine(recording.run.engine.scheduler, recording.run.sequences)
+    assert snapshot_of_fold(state) == at_the_end

@@ -1,0 +1,210 @@
+"""nvtrace bench: how fast the engine is, beside transformers, on this machine.
+
+Knows the options. Does not know how anything is measured (`nvtrace.bench`) or looks
+(`views/bench.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import RunFailedError, UsageError
+from nvtrace_cli.options import say
+
+if TYPE_CHECKING:
+    from nvtrace.bench.benchmark import Plan
+    from nvtrace.bench.report import Report
+
+_FOUND_A_DIFFERENCE = 1
+_REFERENCES = ("generate", "continuous")
+_LARGEST_SEED = 2**63 - 1  # torch's
+
+
+class WorkloadChoice(StrEnum):
+    """What is asked of the contenders."""
+
+    UNEVEN = "uneven"
+    SEED = "seed"
+    DECODE = "decode"
+
+
+class TraceChoice(StrEnum):
+    """Which engines run."""
+
+    OFF = "off"
+    ON = "on"
+    BOTH = "both"
+
+
+class DtypeChoice(StrEnum):
+    """What everything is computed in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+def bench(
+    workloads: Annotated[
+        list[WorkloadChoice] | None,
+        typer.Argument(
+            metavar="[WORKLOAD]...",
+            help="uneven (the default): 16 requests that end at different times; seed: nano-vllm's "
+            "benchmark, 256 requests; decode: one step class after the other.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="shipped|50m|0.6b|FOLDER",
+            help="What runs: the tiny model, a random one, a folder (may be repeated). By default "
+            "shipped and 50m on a CPU, 0.6b on a GPU.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="generate,continuous|none",
+            help="Which of transformers' ways run too; by default both for uneven, else none.",
+        ),
+    ] = None,
+    trace: Annotated[
+        TraceChoice, typer.Option(help="Run the engine untraced, traced, or both.")
+    ] = TraceChoice.BOTH,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rounds that count; one more goes before.")
+    ] = 2,
+    requests: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The first N requests only.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Batch size for decode (may be repeated)."),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Context length for decode (may be repeated)."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_LARGEST_SEED, help="Of prompts and random weights.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="CPU threads; by default torch's number.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="What to run on, as the engine names it.")] = "auto",
+    dtype: Annotated[
+        DtypeChoice, typer.Option(help="What to compute in; auto is the engine's choice.")
+    ] = DtypeChoice.AUTO,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON, too.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="The tables with tabs, without colours.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The report only.")] = False,
+) -> None:
+    """Measure the engine, beside transformers, on this machine.
+
+    The report goes to stdout, progress and messages to stderr. Exit codes: 0 done, 1 the contenders
+    did not generate the same, 2 wrong usage, 5 the run failed.
+    """
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    if out is not None:
+        _check_out(out)
+    names = _references(against)
+    # Before torch is loaded, as `nvtrace run` does: threads that wait sleep instead of spinning.
+    # The contenders have thread pools of their own, and one must not spin in the other's time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from nvtrace.bench.benchmark import Plan  # noqa: PLC0415 - --help needs no engine
+
+    plan = Plan(
+        workloads=tuple(choice.value for choice in workloads or [WorkloadChoice.UNEVEN]),
+        models=tuple(model or ()),
+        against=names,
+        tracing=trace.value,
+        num_rounds=rounds,
+        num_requests=requests,
+        seed=seed,
+        num_threads=threads,
+        device=device,
+        dtype=dtype.value,
+        batch_sizes=tuple(batch or ()),
+        context_lens=tuple(context or ()),
+        command=shlex.join(["nvtrace", *sys.argv[1:]]),
+    )
+    report = _run(plan, is_quiet=quiet)
+    _show(report, out, as_json=json, is_plain=plain)
+    if any(result.same_tokens is False for result in report.results):
+        raise typer.Exit(_FOUND_A_DIFFERENCE)
+
+
+def _run(plan: Plan, *, is_quiet: bool) -> Report:
+    from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
+    from nvtrace.bench import BenchmarkError  # noqa: PLC0415 - the same
+    from nvtrace.bench.benchmark import run_benchmark  # noqa: PLC0415 - the same
+
+    try:
+        return run_benchmark(plan, _hush if is_quiet else say)
+    except BenchmarkError as error:
+        raise UsageError(str(error)) from error
+    except NanoVLLMError as error:
+        raise RunFailedError(str(error)) from error
+    except Exception as error:
+        raise RunFailedError(f"the benchmark failed: {type(error).__name__}: {error}") from error
+
+
+def _show(report: Report, out: Path | None, *, as_json: bool, is_plain: bool) -> None:
+    from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.views import bench as view  # noqa: PLC0415 - nor rich
+
+    if as_json:
+        view.print_json(report)
+    elif is_plain:
+        view.print_plain(report)
+    else:
+        view.show(report)
+    if out is not None:
+        try:
+            out.write_bytes(encode(report))
+        except OSError as error:
+            raise RunFailedError(f"{out} could not be written: {error.strerror}") from error
+        say(f"the report is in {out}")
+
+
+def _references(against: str | None) -> tuple[str, ...] | None:
+    """The names in "generate,continuous"; nobody for "none"; None leaves it to the workload."""
+    if against is None:
+        return None
+    if against == "none":
+        return ()
+    names = tuple(name.strip() for name in against.split(","))
+    for name in names:
+        if name not in _REFERENCES:
+            raise UsageError(
+                f"--against {against}: {name or 'an empty name'} is not one of "
+                f"{', '.join(_REFERENCES)}, or none at all"
+            )
+    return names
+
+
+def _check_out(out: Path) -> None:
+    if out.is_dir():
+        raise UsageError(f"--out {out}: that is a folder, name a file in it")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+
+
+def _hush(_message: str) -> None:
+    pass

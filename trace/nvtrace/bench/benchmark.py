@@ -1,0 +1,269 @@
+"""The benchmark as a whole: every workload on every model, with every contender.
+
+Knows the order of things: open the contenders, let them take their rounds, close them, read the
+trace, put the report together. Does not know how any part is done.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.assets import TINY_QWEN3
+from nanovllm.config import Config
+from nanovllm.models.config import ModelConfig
+from nvtrace.bench import BenchmarkError
+from nvtrace.bench.contenders import (
+    ENGINE,
+    REFERENCES,
+    TRACED,
+    Continuous,
+    Generate,
+    load_reference,
+    quiet_transformers,
+    running_engine,
+)
+from nvtrace.bench.machine import computing_with, describe_machine, measure_bandwidth
+from nvtrace.bench.models import model_facts, model_folder
+from nvtrace.bench.report import ContenderFacts, ModelFacts, Report, Result, WorkloadFacts
+from nvtrace.bench.rounds import Contender, Round, first_difference, ratios, run_rounds, spread
+from nvtrace.bench.steps import Floor, StepFacts, read_steps, step_classes
+from nvtrace.bench.workloads import CPU_CLASSES, GPU_CLASSES, DecodeClasses, make_workloads
+from nvtrace.reader import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nvtrace.bench.workloads import Workload
+
+_ENGINES = {"off": (ENGINE,), "on": (TRACED,), "both": (ENGINE, TRACED)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        workloads: "uneven", "seed" or "decode", in the order of their turn.
+        models: "shipped", "50m", "0.6b" or folders; empty takes what suits workload and device.
+        against: which of transformers' ways run beside the engine ("generate", "continuous");
+            None leaves it to the workload.
+        tracing: which engines run: "off" for the untraced one, "on" for the traced one, or "both".
+        num_rounds: how many rounds count.
+        num_requests: of each workload, the first requests only; None takes all.
+        seed: of prompts, lengths and random weights.
+        num_threads: CPU threads for torch; None leaves its own number.
+        device, dtype: the engine's options; the other contenders get what it made of them.
+        batch_sizes, context_lens: the step classes of `decode`; empty takes the device's.
+        command: what was typed, for the report.
+    """
+
+    workloads: tuple[str, ...] = ("uneven",)
+    models: tuple[str, ...] = ()
+    against: tuple[str, ...] | None = None
+    tracing: str = "both"
+    num_rounds: int = 2
+    num_requests: int | None = None
+    seed: int = 0
+    num_threads: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    batch_sizes: tuple[int, ...] = ()
+    context_lens: tuple[int, ...] = ()
+    command: str = ""
+
+
+def run_benchmark(plan: Plan, say: Callable[[str], None]) -> Report:
+    """Measure all that the plan asks for.
+
+    Args:
+        plan: what to measure.
+        say: told of each turn while it runs.
+
+    Raises:
+        BenchmarkError: a device, a model, a workload or a contender that does not work out.
+        NanoVLLMError: the engine refuses the model.
+    """
+    created = datetime.now(tz=UTC).isoformat(timespec="seconds")
+    try:
+        device = torch.device(_resolved(TINY_QWEN3, plan).device)
+    except ValueError as error:  # an option that no model would accept
+        raise BenchmarkError(str(error)) from error
+    with computing_with(plan.num_threads), quiet_transformers():
+        machine = describe_machine(device, measure_bandwidth(device))
+        benchmark = _Benchmark(plan, device, machine.bytes_per_second or 0.0, say)
+        results = [result for name in benchmark.models() for result in benchmark.measure(name)]
+    return Report(
+        created=created,
+        command=plan.command,
+        seed=plan.seed,
+        num_rounds=plan.num_rounds,
+        machine=machine,
+        results=results,
+    )
+
+
+class _Benchmark:
+    """A plan on its way."""
+
+    def __init__(
+        self, plan: Plan, device: torch.device, bytes_per_second: float, say: Callable[[str], None]
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.bytes_per_second = bytes_per_second
+        self.say = say
+
+    def models(self) -> tuple[str, ...]:
+        """The plan's, or those that suit the device."""
+        if self.plan.models:
+            return self.plan.models
+        return ("0.6b",) if self.device.type == "cuda" else ("shipped", "50m")
+
+    def measure(self, name: str) -> list[Result]:
+        """Every workload on one model."""
+        plan = self.plan
+        with model_folder(name, plan.seed) as folder, TemporaryDirectory() as scratch:
+            config = _resolved(folder, plan)
+            shape = ModelConfig.from_folder(folder)
+            workloads = self._workloads(shape.vocab_size)
+            trace = Path(scratch) / "trace.jsonl"
+            with ExitStack() as stack:
+                contenders = self._open(folder, config, workloads, trace, stack)
+                taking_part = [
+                    [c for c in contenders if c.name in self._names(work)] for work in workloads
+                ]
+                rounds = [
+                    run_rounds(
+                        those, work, plan.num_rounds, lambda turn: self.say(f"{name}, {turn}")
+                    )
+                    for work, those in zip(workloads, taking_part, strict=True)
+                ]
+            steps = read_steps(read_trace(trace)) if trace.exists() else {}
+        facts = model_facts(name, shape, config.dtype)
+        return [
+            self._result(facts, *parts, steps)
+            for parts in zip(workloads, taking_part, rounds, strict=True)
+        ]
+
+    def _names(self, workload: Workload) -> tuple[str, ...]:
+        """Who takes part in a workload; the one that the others are held against first."""
+        usual = REFERENCES if workload.is_comparison else ()
+        return _ENGINES[self.plan.tracing] + (
+            usual if self.plan.against is None else self.plan.against
+        )
+
+    def _workloads(self, vocab_size: int) -> list[Workload]:
+        plan = self.plan
+        usual = GPU_CLASSES if self.device.type == "cuda" else CPU_CLASSES
+        classes = DecodeClasses(
+            plan.batch_sizes or usual.batch_sizes, plan.context_lens or usual.context_lens
+        )
+        return [
+            workload.first(plan.num_requests)
+            for name in plan.workloads
+            for workload in make_workloads(name, plan.seed, vocab_size, classes)
+        ]
+
+    def _open(
+        self,
+        folder: Path,
+        config: Config,
+        workloads: Sequence[Workload],
+        trace: Path,
+        stack: ExitStack,
+    ) -> list[Contender]:
+        """All who take part in any workload, in the order of `_names`."""
+        # Just the pages that are needed: two engines share the memory, and none must preempt.
+        num_pages = max(work.num_pages(config.kvcache_block_size) for work in workloads)
+        options = _options(self.plan) | {"num_kvcache_blocks": num_pages}
+        names = {name for work in workloads for name in self._names(work)}
+        contenders: list[Contender] = []
+        if ENGINE in names:
+            contenders.append(stack.enter_context(running_engine(folder, options)))
+        if TRACED in names:
+            contenders.append(stack.enter_context(running_engine(folder, options, trace)))
+        if names & {*REFERENCES}:
+            reference = load_reference(folder, config.device, config.dtype)
+            both = (Generate(reference, config.max_num_seqs), Continuous(reference))
+            contenders += [contender for contender in both if contender.name in names]
+        return contenders
+
+    def _result(
+        self,
+        model: ModelFacts,
+        workload: Workload,
+        contenders: Sequence[Contender],
+        rounds: Sequence[Round],
+        steps: dict[int, StepFacts],
+    ) -> Result:
+        counted = rounds[1:]
+        names = [contender.name for contender in contenders]
+        not_compared = _why_not_compared(model.dtype, workload.temperature)
+        difference = None if not_compared else first_difference(names, rounds)
+        return Result(
+            model=model,
+            workload=WorkloadFacts(
+                name=workload.name,
+                num_requests=len(workload.requests),
+                num_prompt_tokens=workload.num_prompt_tokens,
+                num_output_tokens=workload.num_output_tokens,
+                temperature=workload.temperature,
+            ),
+            contenders=[_contender_facts(c, workload, counted) for c in contenders],
+            ratios=ratios(names, counted),
+            same_tokens=None if not_compared else difference is None,
+            not_compared=not_compared,
+            first_difference=difference,
+            step_classes=step_classes(
+                steps,
+                _step_times(counted, TRACED),
+                _step_times(counted, ENGINE),
+                Floor.of(model, self.bytes_per_second),
+            ),
+        )
+
+
+def _contender_facts(
+    contender: Contender, workload: Workload, rounds: Sequence[Round]
+) -> ContenderFacts:
+    name = contender.name
+    seconds = [turn.seconds[name] for turn in rounds]
+    return ContenderFacts(
+        name=name,
+        settings=contender.settings,
+        seconds=seconds,
+        cores=spread([turn.cpu_seconds[name] / turn.seconds[name] for turn in rounds]),
+        tokens_per_second=spread([workload.num_output_tokens / taken for taken in seconds]),
+    )
+
+
+def _step_times(rounds: Sequence[Round], name: str) -> dict[int, int]:
+    """Of one engine, the time of every step of these rounds, by its number."""
+    outcomes = [turn.outcomes[name] for turn in rounds if name in turn.outcomes]
+    return {step: ns for outcome in outcomes for step, ns in outcome.step_ns.items()}
+
+
+def _why_not_compared(dtype: str, temperature: float) -> str | None:
+    if temperature > 0:
+        return f"tokens are drawn, at temperature {temperature:g}"
+    if dtype != "float32":
+        return f"in {dtype} the likeliest token depends on the order of sums"
+    return None
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    return {"device": plan.device, "dtype": plan.dtype, "seed": plan.seed}
+
+
+def _resolved(folder: Path, plan: Plan) -> Config:
+    """The engine's settings for this model, every "auto" replaced."""
+    config = Config.create(folder, _options(plan))
+    config.resolve(ModelConfig.from_folder(folder))
+    return config

@@ -4,6 +4,7 @@
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
 # make bench     time the engine beside transformers on this machine (minutes)
+# make gpu       the tests that need an NVIDIA GPU (make gpu-pair: two)
 # make golden    record the golden trace of the tests anew
 # make reference write docs/events.md and docs/trace.schema.json from the event structs
 # make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
@@ -16,7 +17,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check fuzz bench golden reference tiny-model clean help
+.PHONY: example test lint check fuzz bench gpu gpu-pair golden reference tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -55,6 +56,12 @@ fuzz: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(BIN)/nvtrace bench $(BENCH_ARGS)
+
+gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m gpu
+
+gpu-pair: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m gpu_pair
 
 # Record the golden trace again, after looking at the difference that the tests show.
 golden: $(VENV)/.dev

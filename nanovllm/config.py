@@ -7,11 +7,18 @@ Knows what a user may set and the rule behind each default. Does not know the ch
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.policies import POLICIES
+from nanovllm.layers.attention_choice import (
+    ATTENTION_BACKENDS,
+    attention_facts,
+    can_fuse,
+    choose_attention,
+)
+from nanovllm.utils.devices import gpu_capability, resolve_device, resolve_dtype
 from nanovllm.utils.options import choice, real_number, truth, whole_number
 
 if TYPE_CHECKING:
@@ -43,9 +50,12 @@ class Config:
         enforce_eager: use no CUDA graphs.
         kvcache_block_size: tokens a KV page holds.
         num_kvcache_blocks: pages in the pool; None works it out from the memory.
-        device: "auto" or "cpu" in this version.
-        dtype: "auto" is float32 on a CPU; or one of float32, float16, bfloat16.
-        attention_backend: "auto" or "sdpa" in this version.
+        device: "cpu", "cuda", or "auto": a GPU if torch sees one.
+        dtype: float32, float16, bfloat16, or "auto" (utils/devices.py has the rule).
+        attention_backend: "hybrid", "flash_attn", "triton", "sdpa", or "auto": the first of these
+            that runs here (layers/attention_choice.py).
+        attention_reason: why that one; no option, but found.
+        fused_kernels: on a GPU, compute with the kernels of layers/kernels instead of torch's.
         policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).
         enable_prefix_caching: share the KV pages of equal prefixes.
         seed: requests without a seed get one made from this and their number.
@@ -64,9 +74,11 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
+    fused_kernels: bool = True
     policy: str = "prefill_first"
     enable_prefix_caching: bool = True
     seed: int = 0
+    attention_reason: str = field(default="not_recorded", init=False)
 
     @classmethod
     def create(cls, model: str | Path, options: dict[str, Any]) -> Config:
@@ -76,7 +88,7 @@ class Config:
             TypeError: an option has an unknown name, or a value of the wrong type.
             ValueError: a value is out of range.
         """
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
+        known = [f.name for f in dataclasses.fields(cls) if f.init and f.name != "model"]
         for name in options:
             if name not in known:
                 raise TypeError(f"LLM() has no option {name!r}; it has: {', '.join(known)}")
@@ -88,15 +100,24 @@ class Config:
         """Replace every "auto" by what it means for this model on this machine.
 
         Raises:
-            ValueError: the model cannot be split into `tensor_parallel_size` equal parts.
+            ValueError: the model cannot be split into `tensor_parallel_size` equal parts, or the
+                device, dtype or attention backend asked for is not to be had here.
         """
         _check_split(self.tensor_parallel_size, model_config)
-        if self.device == "auto":
-            self.device = "cpu"
-        if self.dtype == "auto":
-            self.dtype = "float32"  # CPUs compute it fastest, and it agrees with the references
-        if self.attention_backend == "auto":
-            self.attention_backend = "sdpa"
+        self.device = resolve_device(self.device)
+        if self.device == "cuda" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "a model shared by several GPUs is not ready in this version: set "
+                "tensor_parallel_size=1, or device='cpu'"
+            )
+        capability = gpu_capability(self.device)
+        self.dtype = resolve_dtype(self.dtype, self.device, model_config.dtype, capability)
+        facts = attention_facts(
+            self.device, capability, self.dtype, model_config.head_dim, self.kvcache_block_size
+        )
+        chosen = choose_attention(self.attention_backend, facts)
+        self.attention_backend, self.attention_reason = chosen
+        self.fused_kernels &= self.device == "cuda" and can_fuse(facts)
         self.max_model_len = min(self.max_model_len, model_config.max_position_embeddings)
 
     def _check(self) -> None:
@@ -120,9 +141,10 @@ class Config:
         )
         truth("enforce_eager", self.enforce_eager)
         truth("enable_prefix_caching", self.enable_prefix_caching)
-        choice("device", self.device, ("auto", "cpu"))
+        truth("fused_kernels", self.fused_kernels)
+        choice("device", self.device, ("auto", "cpu", "cuda"))
         choice("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
-        choice("attention_backend", self.attention_backend, ("auto", "sdpa"))
+        choice("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
         choice("policy", self.policy, tuple(POLICIES))
         if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise ValueError("max_model_len must be at least 2: one token in, one out")

@@ -23,6 +23,10 @@ class KVCacheError(NanoVLLMError, RuntimeError):
     """The memory holds not one KV page, or refuses those asked for."""
 
 
+class AttentionBackendError(NanoVLLMError, ValueError):
+    """An attention backend that was asked for by name and cannot run here."""
+
+
 class RequestRefusedError(NanoVLLMError, ValueError):
     """A request that could never finish. Nothing of it was queued.
 

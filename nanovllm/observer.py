@@ -77,6 +77,9 @@ class Observer:
     def kv_budget_estimate(self, budget: KVBudget) -> None:
         """The number of KV pages was worked out, and the pages exist."""
 
+    def cudagraph_capture(self, batch_sizes: list[int], pool_bytes: int) -> None:
+        """Decode steps of these numbers of rows were recorded as CUDA graphs."""
+
     def cudagraph_skip(self, reason: str) -> None:
         """No CUDA graphs will be used, and why."""
 
@@ -169,6 +172,12 @@ class Observer:
 
     def run_eager(self, reason: str, num_tokens: int) -> None:
         """The model ran kernel by kernel, and why not from a CUDA graph."""
+
+    def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
+        """The decode was launched as one graph, of `graph_batch_size` rows; ahead, maybe."""
+
+    def gpu_time(self, gpu_ns: int) -> None:
+        """The GPU was busy so long with this step."""
 
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
         """The next token of each of `seqs` was drawn."""

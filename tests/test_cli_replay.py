@@ -116,7 +116,7 @@ def test_a_newer_trace_is_one_line_and_code_4(folder: Path) -> None:
 
 def test_a_cut_last_line_is_a_warning_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
     whole = (folder / "article.jsonl").read_bytes()
-    in_a_step = whole.index(b'"RUN_EAGER"', len(whole) // 2)
+    in_a_step = whole.index(b'"SAMPLE_TOKENS"', len(whole) // 2)
     (tmp_path / "cut.jsonl").write_bytes(whole[: in_a_step + 20])
     outcome = spawn("replay", tmp_path / "cut.jsonl")
     assert outcome.code == 0

@@ -39,9 +39,10 @@ LEGAL: dict[str, list[Any]] = {
     "enforce_eager": [True, False],
     "kvcache_block_size": [1, 3, 256, 1024],
     "num_kvcache_blocks": [None, 1, 10**6],
-    "device": ["auto", "cpu"],
+    "device": ["auto", "cpu", "cuda"],
     "dtype": ["auto", "float32", "float16", "bfloat16"],
-    "attention_backend": ["auto", "sdpa"],
+    "attention_backend": ["auto", "hybrid", "flash_attn", "triton", "sdpa"],
+    "fused_kernels": [True, False],
     "policy": ["prefill_first"],
     "enable_prefix_caching": [True, False],
     "seed": [0, 1, 2**32 - 1],
@@ -51,13 +52,14 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "max_model_len": [1, 0, -1, 2**31],
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.0001, 90, math.nan, math.inf],
     "distributed_timeout": [0, 0.0, -1, math.nan, math.inf, 1e9],
-    "device": ["cuda", "gpu", ""],
+    "device": ["cuda:0", "gpu", ""],
     "dtype": ["float64", "int8", "fp32", ""],
     "attention_backend": ["flash", ""],
     "policy": ["fifo", ""],
     "seed": [-1, 2**64],
 }
 OF_WRONG_TYPE: dict[str, list[Any]] = {
+    "fused_kernels": [1, 0, "yes", None],
     **{name: [1.5, 2.0, "4", True, [4]] for name in COUNTS},
     "gpu_memory_utilization": ["0.9", None, True, [0.9]],
     "distributed_timeout": ["60", None, True, [60]],
@@ -77,10 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_option_has_its_cases_here() -> None:
-    names = {field.name for field in dataclasses.fields(Config)} - {"model"}
+    names = {field.name for field in dataclasses.fields(Config) if field.init} - {"model"}
     words = {"device", "dtype", "attention_backend", "policy"}
     assert set(LEGAL) == names
-    assert set(OUT_OF_RANGE) == names - {"enforce_eager", "enable_prefix_caching"}
+    assert set(OUT_OF_RANGE) == names - {"enforce_eager", "enable_prefix_caching", "fused_kernels"}
     assert set(OF_WRONG_TYPE) == names - words
 
 

@@ -24,6 +24,8 @@ CORNERS = {
     *("refusals", "errors", "cache resets", "ended by aborted", "ended by eos"),
     *("ended by stop_token", "ended by stop_string", "ended by max_tokens"),
     "ended by max_model_len",
+    "steps computed ahead",
+    "steps computed ahead in vain",
 }
 
 

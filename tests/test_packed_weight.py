@@ -100,6 +100,6 @@ def test_small_products_are_computed_by_one_thread_and_the_count_comes_back() ->
 
 
 def test_more_rows_or_more_weights_make_a_product_worth_sharing() -> None:
-    assert not is_worth_sharing(num_rows=1, num_weights=400_000)
+    assert not is_worth_sharing(num_rows=1, num_weights=330_000)
     assert is_worth_sharing(num_rows=1, num_weights=1_500_000)  # read by two, not by one
-    assert is_worth_sharing(num_rows=200, num_weights=400_000)
+    assert is_worth_sharing(num_rows=200, num_weights=330_000)

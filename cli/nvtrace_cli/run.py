@@ -68,6 +68,9 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes that share the model.")
     ] = 1,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
+    ] = "auto",
     lang: LangOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="The answers (or the list) as JSON.")
@@ -98,13 +101,14 @@ def run(
     _check_prompts(prompt or [])
     _check_out(out)
     _check_policy(policy)
+    _check_device(device)
     options = Options(
         model=model,
         messages=tuple(prompt or ()),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
-        config=_engine_options(policy, tp),
+        config=_engine_options(policy, tp, device),
     )
     answers, fault = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
     if json:
@@ -323,8 +327,8 @@ def stopping_between_steps(tap: Callable[[list[Event]], None]) -> Iterator[Stopp
         signal.signal(signal.SIGINT, before)
 
 
-def _engine_options(policy: str | None, tp: int) -> dict[str, str | int]:
-    options: dict[str, str | int] = {"tensor_parallel_size": tp}
+def _engine_options(policy: str | None, tp: int, device: str) -> dict[str, str | int]:
+    options: dict[str, str | int] = {"tensor_parallel_size": tp, "device": device}
     return options if policy is None else options | {"policy": policy}
 
 
@@ -358,6 +362,17 @@ def _check_policy(policy: str | None) -> None:
 
     if policy is not None and policy not in POLICIES:
         raise UsageError(f"--policy {policy}: it is one of {', '.join(POLICIES)}")
+
+
+def _check_device(device: str) -> None:
+    from nanovllm.utils.devices import resolve_device  # noqa: PLC0415 - --help needs no engine
+
+    if device not in {"auto", "cpu", "cuda"}:
+        raise UsageError(f"--device {device}: it is one of auto, cpu, cuda")
+    try:
+        resolve_device(device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_out(out: Path) -> None:

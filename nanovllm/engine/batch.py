@@ -37,13 +37,21 @@ class Batch:
 
     def add(self, seq: Sequence) -> None:
         """Let `seq` compute in this step what it can within the budget."""
-        num_tokens = min(seq.num_uncomputed_tokens, self.token_budget)
+        num_uncomputed_tokens = seq.num_uncomputed_tokens
+        num_tokens = min(num_uncomputed_tokens, self.token_budget)
         self.token_budget -= num_tokens
         self.seqs.append(seq)
         self.num_scheduled_tokens.append(num_tokens)
         self.num_prefills += seq.is_prefilling
-        if num_tokens == seq.num_uncomputed_tokens:
+        if num_tokens == num_uncomputed_tokens:
             self.sampled_seqs.append(seq)
+
+    def add_decode(self, seq: Sequence) -> None:
+        """Let `seq` compute the one token that was sampled last. What `add` does, in less time."""
+        self.token_budget -= 1
+        self.seqs.append(seq)
+        self.num_scheduled_tokens.append(1)
+        self.sampled_seqs.append(seq)
 
     @property
     def phase(self) -> Phase:
@@ -54,3 +62,16 @@ class Batch:
 
     def __bool__(self) -> bool:
         return bool(self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What the next step will be, if nobody comes or goes: this batch, each one token further.
+
+    Attributes:
+        ending: indices of the sequences that end with this step's tokens, and are not in it.
+        new_pages: the (index, page) of each sequence that gets a page before its next token.
+    """
+
+    ending: list[int]
+    new_pages: list[tuple[int, int]]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
@@ -150,6 +151,16 @@ class BlockManager:
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)
             self.observer.blocks_append(seq, block_ids)
+
+    def next_blocks(self, num_blocks: int) -> list[int] | None:
+        """The pages that would be taken next. Changes nothing.
+
+        None if there are not so many, or one of them still holds something published.
+        """
+        block_ids = list(islice(self.free_blocks, num_blocks))
+        if len(block_ids) < num_blocks or any(self.block_hashes[b] for b in block_ids):
+            return None
+        return block_ids
 
     # -- after the computation -------------------------------------------------------------------
 

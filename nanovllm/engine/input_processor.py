@@ -7,7 +7,7 @@ vLLM's counterpart is `vllm/v1/engine/input_processor.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import TokenizerError
 from nanovllm.sampling_params import SamplingParams
@@ -62,8 +62,8 @@ class InputProcessor:
             raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
         if not token_ids:
             raise ValueError("a prompt must have at least one token; this one is empty")
-        for token_id in (*token_ids, *(sampling_params.stop_token_ids or ())):
-            self._check_token_id(token_id)
+        self._check_token_ids(token_ids)
+        self._check_token_ids(list(sampling_params.stop_token_ids or ()))
         if (sampling_params.logprobs or 0) > self.vocab_size:
             raise ValueError(
                 f"logprobs={sampling_params.logprobs} asks for more tokens than the vocabulary "
@@ -82,10 +82,16 @@ class InputProcessor:
             )
         self.tokenizer.token_bytes(0)
 
-    def _check_token_id(self, token_id: object) -> None:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise TypeError(f"a token id must be an int, not {token_id!r}")
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(
-                f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
-            )
+    def _check_token_ids(self, token_ids: list[Any]) -> None:
+        # A prompt may have a hundred thousand: look at them one by one only to name the culprit.
+        if set(map(type, token_ids)) <= {int} and (
+            not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size)
+        ):
+            return
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise TypeError(f"a token id must be an int, not {token_id!r}")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
+                )

@@ -3,10 +3,17 @@
 Knows bytes and tensors. Does not know whose a page is (`block_manager.py`). vLLM's counterpart is
 `determine_available_memory` in `vllm/v1/worker/`.
 
-On a CPU the budget is bounded: what is free within `gpu_memory_utilization` of the memory, but at
-most 2 GiB, since a laptop has other things to do. `num_kvcache_blocks=` overrides the rule.
-Ranks on one machine share that room equally. A page is the same tokens on every rank, each with its
-own heads; so there are as many pages as the rank with the least room has.
+On a GPU the engine fills the memory up to `gpu_memory_utilization`. A made-up step of the largest
+size shows what a step needs beside the weights, and what is left is the cache's:
+
+    |<------------------ total * utilization ------------------>|
+    | used: weights, and | peak - current: | graph |  KV pages   |          |
+    | other programs     | a step's tensors| pool  |             |
+
+On a CPU nobody counts what a step needs, and a laptop has other things to do: the budget is what is
+free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a machine
+share it. `num_kvcache_blocks=` overrides both rules. A page is the same tokens on every rank, each
+with its own heads; so there are as many pages as the rank with the least room has.
 """
 
 from __future__ import annotations
@@ -30,21 +37,25 @@ GIB = 1024**3
 CPU_KV_CACHE_LIMIT = 2 * GIB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVBudget:
     """Every term of the sum that ends in the number of pages. All sizes in bytes, of one rank.
 
     num_blocks = available // block_bytes (the least of all ranks'), or as given;
-    available = min(total * utilization - used, limit) // num_local_ranks;
+    on a GPU    available = total * utilization - used - (peak - current) - graph_pool;
+    on a CPU    available = min(total * utilization - used, limit) // num_local_ranks;
     block_bytes = 2 (K and V) * num_layers * block_size * num_kv_heads * head_dim * dtype_bytes.
     """
 
-    rule: Literal["cpu_bounded", "given"]
+    rule: Literal["cpu_bounded", "gpu_measured", "given"]
     total_bytes: int
     free_bytes: int
     used_bytes: int
+    peak_bytes: int | None = None
+    current_bytes: int | None = None
+    graph_pool_bytes: int | None = None
     utilization: float
-    limit_bytes: int
+    limit_bytes: int | None
     num_local_ranks: int
     available_bytes: int
     num_layers: int
@@ -56,12 +67,29 @@ class KVBudget:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
+
+    Attributes:
+        peak_bytes: the most that was allocated at once.
+        current_bytes: what is allocated between steps: the weights.
+        graph_pool_bytes: the room that the CUDA graphs will need, by the largest one.
+    """
+
+    peak_bytes: int
+    current_bytes: int
+    graph_pool_bytes: int
+
+
 def estimate_budget(
     config: Config,
     model: ModelConfig,
     dtype: torch.dtype,
     parallel: TensorParallel = ALONE,
     num_local_ranks: int = 1,
+    *,
+    step_memory: StepMemory | None = None,
 ) -> KVBudget:
     """Work out how many pages this rank has room for.
 
@@ -71,33 +99,48 @@ def estimate_budget(
         dtype: of the keys and values.
         parallel: which of the KV heads are this rank's.
         num_local_ranks: how many ranks share this machine's memory.
+        step_memory: what a warm-up on a GPU showed; None on a CPU.
 
     Raises:
         KVCacheError: not one page fits.
     """
-    total, free = cpu_memory()
+    is_gpu = step_memory is not None
+    total, free = gpu_memory(parallel.device) if is_gpu else cpu_memory()
     used = total - free
     num_kv_heads, head_dim = parallel.num_heads(model.num_key_value_heads), model.head_dim
     per_token = 2 * model.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
     block_bytes = config.kvcache_block_size * per_token
-    room = min(int(total * config.gpu_memory_utilization) - used, CPU_KV_CACHE_LIMIT)
-    available = room // num_local_ranks
+    room = int(total * config.gpu_memory_utilization) - used
+    step_bytes = 0
+    if step_memory is not None:
+        step_bytes = step_memory.peak_bytes - step_memory.current_bytes
+        step_bytes += step_memory.graph_pool_bytes
+        available = room - step_bytes
+    else:
+        available = min(room, CPU_KV_CACHE_LIMIT) // num_local_ranks
     num_blocks = config.num_kvcache_blocks or max(available, 0) // block_bytes
     if num_blocks == 0:
+        a_steps = f" - {step_bytes / GIB:.2f} GiB for a step's own tensors" if is_gpu else ""
         raise KVCacheError(
             f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
-            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use leaves "
+            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use{a_steps} leaves "
             f"{available / GIB:.2f} GiB, and a page of {config.kvcache_block_size} tokens takes "
             f"{block_bytes / GIB:.3f} GiB; free some memory, raise gpu_memory_utilization, lower "
-            "kvcache_block_size, or set num_kvcache_blocks"
+            f"{'max_num_batched_tokens, ' if is_gpu else ''}kvcache_block_size, or set "
+            "num_kvcache_blocks"
         )
+    rule: Literal["cpu_bounded", "gpu_measured", "given"]
+    rule = "gpu_measured" if is_gpu else "cpu_bounded"
     return KVBudget(
-        rule="cpu_bounded" if config.num_kvcache_blocks is None else "given",
+        rule=rule if config.num_kvcache_blocks is None else "given",
         total_bytes=total,
         free_bytes=free,
         used_bytes=used,
+        peak_bytes=None if step_memory is None else step_memory.peak_bytes,
+        current_bytes=None if step_memory is None else step_memory.current_bytes,
+        graph_pool_bytes=None if step_memory is None else step_memory.graph_pool_bytes,
         utilization=config.gpu_memory_utilization,
-        limit_bytes=CPU_KV_CACHE_LIMIT,
+        limit_bytes=None if is_gpu else CPU_KV_CACHE_LIMIT,
         num_local_ranks=num_local_ranks,
         available_bytes=available,
         num_layers=model.num_hidden_layers,
@@ -131,6 +174,12 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise refusal from error
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
 
 
 def cpu_memory() -> tuple[int, int]:

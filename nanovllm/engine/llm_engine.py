@@ -132,6 +132,10 @@ class LLMEngine:
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
             token_ids = self.model_runner.run(batch, self.engine_step)
+            foresight = self.scheduler.foresee(batch, token_ids)
+            if foresight is not None:  # a GPU need not wait for what follows
+                self.model_runner.run_ahead(batch, foresight)
+            self.model_runner.tell_tokens(batch, token_ids)
             stopped = self.output_processor.process(batch.sampled_seqs, token_ids)
             finished = self.scheduler.postprocess(batch, token_ids, stopped)
             self.observer.step_end(batch, finished, self.scheduler)

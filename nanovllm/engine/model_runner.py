@@ -3,9 +3,15 @@
 Knows the model, the pages' tensors and the device. Does not know queues or why a batch is what it
 is. vLLM's counterpart is `vllm/v1/worker/gpu_model_runner.py`.
 
-Start-up, in the article's order: take a place among the ranks, load the weights, work out how many
-KV pages fit, allocate them and hand each layer its slice. (The warm-up that shows the memory peak
-and the CUDA graphs belong to GPUs: a CPU has neither an allocator that counts nor graphs.)
+Start-up, in the article's order: take a place among the ranks, load the weights, compute a made-up
+step to see what memory it takes, work out how many KV pages fit, allocate them and hand each layer
+its slice, record CUDA graphs. (A CPU has neither an allocator that counts nor graphs.)
+
+A step goes one of three ways:
+
+    eager             plain torch, kernel by kernel: everywhere, and the oracle of the others
+    fused             this project's kernels, on a GPU: prefills and mixed steps
+    a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (cuda_graphs.py)
 
 With tensor parallelism every rank has a ModelRunner and calls `compute` with the same inputs. Rank
 0 alone lays the batch out and samples (`run`).
@@ -14,12 +20,15 @@ With tensor parallelism every rank has a ModelRunner and calls `compute` with th
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
+from nanovllm.engine.gpu_timer import GpuTimer, Stretch
+from nanovllm.engine.kv_cache import allocate_kv_cache, cpu_memory, estimate_budget, gpu_memory
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
+from nanovllm.engine.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention, make_attention_backend
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
@@ -30,12 +39,14 @@ from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.cuda_graphs import DecodeGraphs
     from nanovllm.engine.kv_cache import KVBudget
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.ranks import Ranks
     from nanovllm.engine.sequence import Sequence
     from nanovllm.models.config import ModelConfig
+    from nanovllm.models.qwen3_fused import FusedQwen3
     from nanovllm.observer import Observer
 
 
@@ -49,6 +60,7 @@ class ModelRunner:
         ranks: this process's place among those that share the model.
 
     Raises:
+        ModelConfigError: the memory cannot hold such a model.
         WeightsError: the checkpoint does not hold exactly this model's tensors.
         KVCacheError: not one KV page fits.
         WorkerError: another rank failed.
@@ -61,83 +73,248 @@ class ModelRunner:
         self.observer = observer
         self.ranks = ranks
         self.device = ranks.parallel.device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.timer = GpuTimer(self.device)
+        self._step_stretch: Stretch | None = None  # the GPU's time of the step under way
+        self.sampler = Sampler()
+        self._ready_size: int | None = None  # of the graph whose rows hold the next tokens
         parallel, device = ranks.parallel, str(ranks.parallel.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         observer.tp_runtime_init(parallel.rank, parallel.world_size, device, parallel.backend)
         with ranks.starting():
             self._load(model_config)
             budget = self._make_kv_cache(model_config)
         observer.kv_budget_estimate(budget)
+        with ranks.starting():
+            self._make_graphs(model_config)
 
-        self.sampler = Sampler()
-        self.eager_reason = "enforce_eager" if config.enforce_eager else "device_has_no_graphs"
-        observer.cudagraph_skip(self.eager_reason)
+    # -- start -----------------------------------------------------------------------------------
 
     def _load(self, model_config: ModelConfig) -> None:
-        dtype = getattr(torch, self.config.dtype)
+        self._check_memory(model_config)
         backend = make_attention_backend(self.config.attention_backend)
-        model = Qwen3ForCausalLM(model_config, backend, self.ranks.parallel)
-        self.model = model.to(dtype=dtype, device=self.device).eval()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:  # the weights are allocated where they will be used
+                model = Qwen3ForCausalLM(
+                    model_config, backend, self.ranks.parallel, self.config.max_model_len
+                )
+        finally:
+            torch.set_default_dtype(before)
+        self.model = model.eval()
         loaded = load_model(self.model, self.config.model)
         self.largest_weight = self.model.largest_weight
         self.model.pack()
+        self.fused: FusedQwen3 | None = None
+        if self.config.fused_kernels:
+            from nanovllm.models.qwen3_fused import FusedQwen3  # noqa: PLC0415 - imports Triton
+
+            self.fused = FusedQwen3(self.model)
         self.observer.model_weights_loaded(loaded)
 
-    def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
-        dtype = getattr(torch, self.config.dtype)
+    def _check_memory(self, model_config: ModelConfig) -> None:
+        """Can all ranks' memory together hold the model? Asked before any of it is allocated."""
         parallel = self.ranks.parallel
+        if self.device.type == "cuda":
+            own_bytes = gpu_memory(self.device)[0]
+        else:
+            own_bytes = cpu_memory()[0] // self.ranks.num_local_ranks
+        total_bytes = own_bytes * parallel.world_size
+        num_positions = self.config.max_model_len
+        model_config.check_memory(
+            self.config.model, total_bytes, self.dtype.itemsize, num_positions
+        )
+
+    def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
+        parallel = self.ranks.parallel
+        step_memory = None
+        if self.device.type == "cuda":
+            step_memory = measure_step_memory(self, model_config)
         budget = estimate_budget(
-            self.config, model_config, dtype, parallel, self.ranks.num_local_ranks
+            self.config,
+            model_config,
+            self.dtype,
+            parallel,
+            self.ranks.num_local_ranks,
+            step_memory=step_memory,
         )
         # A page is the same tokens on every rank, so the one with the least room decides.
         budget = dataclasses.replace(budget, num_blocks=parallel.min(budget.num_blocks))
         self.num_kvcache_blocks = budget.num_blocks
-        self.kv_cache = allocate_kv_cache(budget, dtype, self.device)
+        self.kv_cache = allocate_kv_cache(budget, self.dtype, self.device)
+        self.use_kv_cache(self.kv_cache)
+        return budget
+
+    def use_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Hand each layer its slice of (2, num_layers, num_blocks, ...) pages."""
         attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer, (k_cache, v_cache) in zip(
-            attention_layers, zip(*self.kv_cache, strict=True), strict=True
+            attention_layers, zip(*kv_cache, strict=True), strict=True
         ):
             layer.k_cache, layer.v_cache = k_cache, v_cache
-        return budget
+
+    def drop_kv_cache(self) -> None:
+        """Take the pages from the layers, so that their memory is free."""
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.k_cache = module.v_cache = None
+
+    def _make_graphs(self, model_config: ModelConfig) -> None:
+        self.graphs: DecodeGraphs | None = None
+        self.eager_reason = self.why_eager()
+        if self.eager_reason is not None:
+            self.observer.cudagraph_skip(self.eager_reason)
+            return
+        self.graphs = self.make_decode_graphs(model_config)
+        self.graphs.capture()
+        self.observer.cudagraph_capture(self.graphs.sizes, self.graphs.pool_bytes)
+
+    def why_eager(self) -> str | None:
+        """Why no graphs are used; None if they are."""
+        if self.config.enforce_eager:
+            return "enforce_eager"
+        if self.device.type != "cuda":
+            return "device_has_no_graphs"
+        if self.fused is None:
+            return "no_fused_kernels"
+        if self.config.attention_backend == "sdpa":
+            return "backend_reads_back"  # it looks at lengths on the host
+        return None
+
+    def make_decode_graphs(self, model_config: ModelConfig) -> DecodeGraphs:
+        """The buffers of decode steps, and graphs that are not recorded yet."""
+        from nanovllm.engine import cuda_graphs  # noqa: PLC0415 - imports Triton
+
+        if self.fused is None:
+            raise RuntimeError("graphs are recorded of fused steps")
+        block_size, max_model_len = self.config.kvcache_block_size, self.config.max_model_len
+        buffers = cuda_graphs.DecodeBuffers(
+            cuda_graphs.graph_batch_sizes(self.config.max_num_seqs)[-1],
+            -(-max_model_len // block_size),
+            model_config.vocab_size,
+            self.dtype,
+            self.device,
+        )
+        return cuda_graphs.DecodeGraphs(
+            self.fused, self.fused.write_logits, buffers, block_size, max_model_len
+        )
+
+    # -- a step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def run(self, batch: Batch, engine_step: int) -> list[int]:
         """Compute the batch's tokens and sample one for each of `batch.sampled_seqs`."""
-        prepare = prepare_decode if batch.phase == "decode" else prepare_prefill
+        self._ready_size = None
+        is_decode = batch.phase == "decode"
+        if is_decode and self.graphs is not None:
+            size = self.graphs.size_for(len(batch.seqs))
+            if size is not None:
+                return self._run_graph(self.graphs, size, batch, engine_step)
+        if self.graphs is not None:
+            self.graphs.forget()
+        prepare = prepare_decode if is_decode else prepare_prefill
         inputs = prepare(batch, self.config.kvcache_block_size)
         logits = self.compute(Step(engine_step, batch.phase, inputs))
         if not batch.sampled_seqs:  # an unfinished chunk: its logits mean nothing yet
             return []
-        token_ids = self._sample(logits, batch.sampled_seqs)
-        self.observer.sample_tokens(batch.sampled_seqs, token_ids)
-        return token_ids
+        return self._sample(logits, batch.sampled_seqs)
 
     @torch.inference_mode()
     def compute(self, step: Step) -> torch.Tensor:
-        """This rank's part of a step. Rank 0 gets the logits, (num_sampled, vocab_size) float32."""
+        """This rank's part of a step. Rank 0 gets the logits, (num_sampled, vocab_size)."""
         inputs = step.inputs
         if isinstance(inputs, PrefillInputs):  # any number of tokens a sequence
             context = self._prefill_context(inputs)
             self.observer.prepare_prefill_tensors(inputs)
         else:
+            if self.graphs is not None:
+                size = self.graphs.size_for(len(inputs.input_ids))
+                if size is not None:
+                    self._compute_graph(self.graphs, size, step, inputs)
+                    return self.graphs.logits()
             context = self._decode_context(inputs)
             self.observer.prepare_decode_tensors(inputs)
-        input_ids = self._tensor(inputs.input_ids, torch.int64)
-        positions = self._tensor(inputs.positions, torch.int64)
+        input_ids = self._flat_tensor(inputs.input_ids)
+        positions = self._flat_tensor(inputs.positions)
         threads = threads_for(input_ids.numel(), self.largest_weight)
-        with self.ranks.computing(step), forward_context(context), threads:
-            hidden = self.model(input_ids, positions)  # (num_tokens, hidden_size)
-            logits = self.model.compute_logits(hidden)
-        reason = self.eager_reason if step.phase == "decode" else step.phase
+        with self.ranks.computing(step), forward_context(context), threads, self.timer.measuring():
+            logits = self.forward(input_ids, positions)
+        self._step_stretch = self.timer.launched
+        is_decode = step.phase == "decode"
+        reason = (self.eager_reason or "batch_beyond_graphs") if is_decode else step.phase
         num_tokens = input_ids.numel()
         self.observer.run_eager(reason, num_tokens)
         return logits
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute a step kernel by kernel, inside a `forward_context`: tokens -> logits."""
+        model = self.model if self.fused is None else self.fused
+        return model.compute_logits(model(input_ids, positions))
+
+    def _compute_graph(
+        self, graphs: DecodeGraphs, size: int, step: Step, inputs: DecodeInputs
+    ) -> None:
+        """Load a batch and replay its graph, with all ranks."""
+        graphs.load(inputs, size)
+        with self.ranks.computing(step), self.timer.measuring():
+            graphs.replay(size)
+        batch_size = len(inputs.input_ids)
+        self.observer.prepare_decode_tensors(inputs)
+        self.observer.cudagraph_replay(batch_size, size, is_ahead=False)
+
+    def _run_graph(
+        self, graphs: DecodeGraphs, size: int, batch: Batch, engine_step: int
+    ) -> list[int]:
+        """Decode by replaying a graph, which samples too."""
+        seqs = batch.seqs
+        inputs = prepare_decode(batch, self.config.kvcache_block_size)
+        if graphs.has_run_ahead(seqs):  # the GPU is at work already
+            batch_size = len(seqs)
+            self.observer.prepare_decode_tensors(inputs)
+            self.observer.cudagraph_replay(batch_size, size, is_ahead=True)
+        else:
+            graphs.load_sampling(seqs)
+            self._compute_graph(graphs, size, Step(engine_step, "decode", inputs), inputs)
+        self._step_stretch = self.timer.launched
+        token_ids = graphs.token_ids()
+        if min(token_ids) < 0 or not all(map(is_sampled_in_graph, seqs)):
+            return self._sample(graphs.logits(), seqs)  # or say what is wrong
+        if self.ranks.parallel.world_size == 1:
+            self._ready_size = size
+        return self.ranks.agree(token_ids)
+
+    @torch.inference_mode()
+    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
+        """Begin the next step, if it can begin early.
+
+        Args:
+            batch: what `run` has just run.
+            foresight: what the next step will be.
+        """
+        size, num_seqs = self._ready_size, len(batch.seqs) - len(foresight.ending)
+        if self.graphs is None or size is None or self.graphs.size_for(num_seqs) != size:
+            return  # a smaller graph will do
+        with self.timer.measuring():
+            self.graphs.run_ahead(batch.seqs, foresight, size)
+
+    def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
+        """Say what `run` brought. Apart from it, since a GPU should not wait for what is said."""
+        stretch = self._step_stretch  # the tokens are here: so is the end of the GPU's work
+        gpu_ns = None if stretch is None else stretch.elapsed_ns()
+        if gpu_ns is not None:
+            self.observer.gpu_time(gpu_ns)
+        if batch.sampled_seqs:
+            self.observer.sample_tokens(batch.sampled_seqs, token_ids)
 
     def _sample(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
         """Draw on rank 0, which has the logits, and tell the ranks that go on with the tokens."""
         token_ids: list[int] = []
         found: dict[int, dict[int, float]] = {}
         if self.ranks.parallel.rank == 0:
-            token_ids = self.sampler(logits, sampling_tensors(seqs)).tolist()
+            logits = logits.float()
+            token_ids = self.sampler(logits, sampling_tensors(seqs, self.device)).tolist()
             asked = [seq.sampling_params.logprobs for seq in seqs]
             found = sampled_logprobs(logits, token_ids, asked)
         token_ids, found = self.ranks.agree((token_ids, found))
@@ -152,14 +329,14 @@ class ModelRunner:
         cu_seqlens_k = self._tensor(inputs.cu_seqlens_k, torch.int32)
         return Context(
             phase="prefill",
-            slot_mapping=self._tensor(inputs.slot_mapping, torch.int64),
+            slot_mapping=self._flat_tensor(inputs.slot_mapping),
             cu_seqlens_q=self._tensor(inputs.cu_seqlens_q, torch.int32),
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=inputs.max_seqlen_q,
             max_seqlen_k=inputs.max_seqlen_k,
             context_lens=cu_seqlens_k.diff(),
             block_tables=None if tables is None else self._tensor(tables, torch.int32),
-            logits_indices=self._tensor(inputs.logits_indices, torch.int64),
+            logits_indices=self._flat_tensor(inputs.logits_indices),
         )
 
     def _decode_context(self, inputs: DecodeInputs) -> Context:
@@ -169,7 +346,7 @@ class ModelRunner:
         cu_seqlens_k[1:] = context_lens.cumsum(0)
         return Context(
             phase="decode",
-            slot_mapping=self._tensor(inputs.slot_mapping, torch.int64),
+            slot_mapping=self._flat_tensor(inputs.slot_mapping),
             cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device),
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=1,
@@ -182,8 +359,21 @@ class ModelRunner:
     def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
+    def _flat_tensor(self, values: list[int]) -> torch.Tensor:
+        """(num_values,) int64. By way of an array, since a prefill may have many thousands."""
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.frombuffer(array("q", values), dtype=torch.int64).to(self.device)
 
-def sampling_tensors(seqs: list[Sequence]) -> SamplingTensors:
+
+def is_sampled_in_graph(seq: Sequence) -> bool:
+    """Can a graph draw this sequence's tokens, without anybody seeing the logits?"""
+    params = seq.sampling_params
+    is_cut = params.temperature > 0 and (bool(params.top_k) or params.top_p < 1)
+    return not is_cut and params.logprobs is None
+
+
+def sampling_tensors(seqs: list[Sequence], device: torch.device | str = "cpu") -> SamplingTensors:
     """What the sampler must know of each sequence; the position is that of the token to come."""
     params = [seq.sampling_params for seq in seqs]
     return SamplingTensors.from_lists(
@@ -192,4 +382,5 @@ def sampling_tensors(seqs: list[Sequence]) -> SamplingTensors:
         top_ps=[p.top_p for p in params],
         seeds=[seq.seed for seq in seqs],
         positions=[seq.num_tokens for seq in seqs],
+        device=device,
     )

@@ -157,7 +157,7 @@ def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) ->
             "unset RANK and WORLD_SIZE"
         )
     if num_ranks == 1:
-        return Ranks(TensorParallel(device=torch.device(config.device)))
+        return Ranks(TensorParallel(device=rank_device(config.device, 0)))
     if launch is not None:
         return Lockstep(launch, config)
     return WorkerGroup(config, model_config, observer)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, Foresight
 from nanovllm.engine.policies import Policy, prefill_first
 from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanovllm.errors import RequestRefusedError
@@ -107,6 +107,11 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a request that `check_request` let pass."""
+        params = seq.sampling_params
+        seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len)
+        seq.end_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            seq.end_token_ids |= self.eos_token_ids
         self.waiting.append(seq)
         waiting_len = len(self.waiting)
         self.observer.request_enqueue(seq, waiting_len)
@@ -159,20 +164,14 @@ class Scheduler:
         """
         if batch:
             raise ValueError("a policy must call decode() before anything else fills the batch")
+        needs_block = self.block_manager.needs_block
         index = 0
         while index < len(self.running) and batch.token_budget:
             seq = self.running[index]
             index += 1
-            if seq.is_prefilling:
+            if seq.is_prefilling or (needs_block(seq) and not self._make_room(seq)):
                 continue
-            while not self.block_manager.can_append(seq):
-                victim = self.running.pop()
-                self._preempt(victim, for_seq=seq)
-                if victim is seq:  # it was the last one: nobody is left to make room
-                    break
-            else:  # there is room
-                self.block_manager.may_append(seq)
-                batch.add(seq)
+            batch.add_decode(seq)
 
     def hold(self, reason: str) -> None:
         """Say that the policy admits nobody in this step (not calling `admit` keeps them out)."""
@@ -207,7 +206,40 @@ class Scheduler:
                 finished.append(seq)
         return finished
 
+    def foresee(self, batch: Batch, token_ids: list[int]) -> Foresight | None:
+        """Will the next step be this one again, one token further? Changes nothing.
+
+        Asked before `postprocess`, so that a GPU can begin the next step while the host still ends
+        this one. Whatever happens in between (a request comes or is aborted) makes it a wrong
+        guess, and the work in vain, but not a wrong result.
+
+        Args:
+            batch: what `schedule` returned.
+            token_ids: one sampled token for each of `batch.sampled_seqs`.
+
+        Returns:
+            What the next step will be; None for another step, or where it cannot be told.
+        """
+        if self.waiting or batch.num_prefills or len(batch.seqs) < len(self.running):
+            return None
+        block_size = self.block_manager.block_size
+        ending, takers = [], []
+        for index, (seq, token_id) in enumerate(zip(batch.seqs, token_ids, strict=True)):
+            num_tokens = len(seq.token_ids) + 1  # with this one
+            if num_tokens >= seq.max_num_tokens or token_id in seq.end_token_ids:
+                ending.append(index)
+            elif seq.sampling_params.stop:  # known to its text only
+                return None
+            elif num_tokens > len(seq.block_table) * block_size:
+                takers.append(index)
+        if len(ending) == len(batch.seqs) or (ending and takers):
+            return None  # pages that are given back would be taken first: too much to foresee
+        pages = self.block_manager.next_blocks(len(takers))
+        return None if pages is None else Foresight(ending, list(zip(takers, pages, strict=True)))
+
     def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        if token_id not in seq.end_token_ids and len(seq.token_ids) < seq.max_num_tokens:
+            return None
         params = seq.sampling_params
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return "eos"
@@ -268,6 +300,16 @@ class Scheduler:
         self.block_manager.allocate(seq, prefix)
         seq.num_prefill_tokens = seq.num_tokens
         self._move(seq, SequenceStatus.RUNNING, "admitted")
+        return True
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Give `seq` one more page, if need be the youngest one's. False if that was itself."""
+        while not self.block_manager.can_append(seq):
+            victim = self.running.pop()
+            self._preempt(victim, for_seq=seq)
+            if victim is seq:  # it was the last one: nobody is left to make room
+                return False
+        self.block_manager.may_append(seq)
         return True
 
     def _preempt(self, victim: Sequence, for_seq: Sequence) -> None:

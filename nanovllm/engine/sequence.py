@@ -47,14 +47,18 @@ class Sequence:
             preemption, since tokens never change).
         finish_reason: why it ended; None before.
         logprobs: for each generated token, token id -> log-probability; None if nobody asked.
+        max_num_tokens: at this length it ends, set by the scheduler when it is queued.
+        end_token_ids: with one of these it ends before, likewise.
         seed: what its random draws depend on, beside the position.
     """
 
     __slots__ = (
         "block_hashes",
         "block_table",
+        "end_token_ids",
         "finish_reason",
         "logprobs",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prefill_tokens",
@@ -84,6 +88,8 @@ class Sequence:
         self.logprobs: list[dict[int, float]] | None = (
             None if sampling_params.logprobs is None else []
         )
+        self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
+        self.end_token_ids: frozenset[int] = frozenset()
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.block_table: list[int] = []

@@ -81,14 +81,28 @@ class AttentionBackend(Protocol):
 
 
 def make_attention_backend(name: str) -> AttentionBackend:
-    """Return the backend of that name; `auto` takes the fastest that runs here.
+    """Return the backend of that name; `attention_choice` says which one runs here.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in {"auto", SdpaBackend.name}:
-        raise ValueError(f"attention_backend must be 'auto' or 'sdpa', not {name!r}.")
-    return SdpaBackend()
+    # Imported here: the packages of the other two are on a GPU user's machine only.
+    match name:
+        case "sdpa":
+            return SdpaBackend()
+        case "flash_attn":
+            from nanovllm.layers.attention_flash import FlashAttentionBackend  # noqa: PLC0415
+
+            return FlashAttentionBackend()
+        case "hybrid":
+            from nanovllm.layers.attention_flash import HybridBackend  # noqa: PLC0415
+
+            return HybridBackend()
+        case "triton":
+            from nanovllm.layers.attention_triton import TritonBackend  # noqa: PLC0415
+
+            return TritonBackend()
+    raise ValueError(f"there is no attention backend {name!r}")
 
 
 class Attention(nn.Module):

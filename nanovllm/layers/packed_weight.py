@@ -43,6 +43,6 @@ class PackedWeight:
         return (
             weight.device.type == "cpu"
             and weight.dtype is torch.float32
-            and torch.backends.mkldnn.is_available()
+            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
             and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         )

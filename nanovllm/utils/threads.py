@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROWS_OF_EQUAL_TIME = 8
 # Products this small end within a few times 100 us on one core. Measured on two, on both sides of
 # it: docs/decisions/0007-pack-weights-on-cpu.md.
-SMALLEST_SHARED_PRODUCT = 8_000_000
+SMALLEST_SHARED_PRODUCT = 3_000_000
 
 
 def is_worth_sharing(num_rows: int, num_weights: int) -> bool:

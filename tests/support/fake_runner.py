@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nanovllm.config import Config
-    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.batch import Batch, Foresight
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.engine.ranks import Ranks
     from nanovllm.engine.sequence import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 7
 EOS_TOKEN_IDS = (0, 6)
 _START = 1  # the digest of no tokens
-_FAKE_MODEL = ModelConfig(
+FAKE_MODEL = ModelConfig(
     architecture="Fake",
     vocab_size=VOCAB_SIZE,
     hidden_size=1,
@@ -89,7 +89,13 @@ def next_token(digest: int) -> int:
 class FakeRunner:
     """Stands in for ModelRunner: runs a batch on digests, and looks at every slot it may read.
 
+    A step that is run ahead is computed at once, as on a GPU: its digests are in their slots before
+    anybody has scheduled it, whatever becomes of the guess.
+
     Attributes:
+        ahead: (seqs, positions, tables) of the step that was run ahead; None if none was.
+        num_ahead: steps that were run ahead and came true.
+        num_in_vain: steps that were run ahead and did not.
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
     """
 
@@ -101,12 +107,15 @@ class FakeRunner:
         self.num_kvcache_blocks = config.num_kvcache_blocks
         self.observer = observer
         self.cache: dict[int, int] = {}  # slot -> digest
+        self.ahead: tuple[list[Sequence], list[int], list[list[int]]] | None = None
+        self.num_ahead = self.num_in_vain = 0
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
     def run(self, batch: Batch, _engine_step: int) -> list[int]:
         """What ModelRunner.run does, with the same words to the observer."""
         self.at("scheduled", batch)
         assert batch, "an empty batch"
+        was_ahead = self._came_true(batch)
         for seq in batch.seqs:  # before this step writes anything
             self._check_context(seq, seq.block_table, seq.num_computed_tokens)
         inputs: PrefillInputs | DecodeInputs
@@ -118,15 +127,51 @@ class FakeRunner:
             inputs = prepare_decode(batch, self.block_size)
             self.observer.prepare_decode_tensors(inputs)
             states = self._decode(inputs, batch.seqs)
-        reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
-        self.observer.run_eager(reason, len(inputs.input_ids))
+        if was_ahead:
+            self.observer.cudagraph_replay(len(batch.seqs), len(batch.seqs), is_ahead=True)
+        else:
+            reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
+            self.observer.run_eager(reason, len(inputs.input_ids))
         self.at("ran", batch)
         if not batch.sampled_seqs:
             return []
-        token_ids = [next_token(state) for state in states]
-        self.observer.sample_tokens(batch.sampled_seqs, token_ids)
-        self.at("sampled", batch)
-        return token_ids
+        return [next_token(state) for state in states]
+
+    def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
+        """What ModelRunner.tell_tokens does."""
+        if batch.sampled_seqs:
+            self.observer.sample_tokens(batch.sampled_seqs, token_ids)
+            self.at("sampled", batch)
+
+    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
+        """What ModelRunner.run_ahead does, and what a GPU does then."""
+        tables = [list(seq.block_table) for seq in batch.seqs]
+        for index, page in foresight.new_pages:
+            tables[index].append(page)
+        kept = [i for i in range(len(batch.seqs)) if i not in foresight.ending]
+        for index in kept:
+            seq, position = batch.seqs[index], batch.seqs[index].num_computed_tokens + 1
+            digest = digests(seq.token_ids)[-1]  # of what is computed: the new token is not there
+            slot = tables[index][position // self.block_size] * self.block_size
+            token_id = next_token(digest)
+            self.cache[slot + position % self.block_size] = hash((digest, token_id))
+        self.ahead = (
+            [batch.seqs[index] for index in kept],
+            [batch.seqs[index].num_computed_tokens + 1 for index in kept],
+            [tables[index] for index in kept],
+        )
+
+    def _came_true(self, batch: Batch) -> bool:
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return False
+        positions = [seq.num_computed_tokens for seq in batch.seqs]
+        tables = [seq.block_table for seq in batch.seqs]
+        if ahead == (batch.seqs, positions, tables):
+            self.num_ahead += 1
+            return True
+        self.num_in_vain += 1
+        return False
 
     def _prefill(self, inputs: PrefillInputs, seqs: list[Sequence]) -> list[int]:
         states = [0] * len(inputs.input_ids)
@@ -205,7 +250,7 @@ def make_engine(settings: Settings, observer: Observer | None = None) -> LLMEngi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_engine, "ModelRunner", FakeRunner)
         patch.setattr(llm_engine, "Tokenizer", _FakeTokenizer)
-        patch.setattr(ModelConfig, "from_folder", lambda _folder: _FAKE_MODEL)
+        patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
         return LLMEngine("fake", observer, **asdict(settings))
 
 

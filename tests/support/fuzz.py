@@ -28,7 +28,7 @@ import pytest
 
 from nvtrace import events as ev
 from nvtrace.recorder import Recorder
-from support.fake_runner import Settings
+from support.fake_runner import Settings, runner_of
 from support.recording import HOOKS_OF_A_STEP, Interruption, Recording, assert_fold_equals_engine
 from support.workload import Request, Workload
 
@@ -194,6 +194,9 @@ def examine(case: Case) -> Counter[str]:
     _assert_right_answers(ordeal.run)
     tally = ordeal.tally
     tally["steps"] = ordeal.run.num_steps
+    runner = runner_of(ordeal.run.engine)
+    tally["steps computed ahead"] = runner.num_ahead
+    tally["steps computed ahead in vain"] = runner.num_in_vain
     for record in ordeal.records:
         match record:
             case ev.Preempt():

@@ -73,7 +73,7 @@ def edit_config(folder: Path, changes: Mapping[str, object]) -> None:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
     """Return the engine's model with a folder's weights."""
-    model = Qwen3ForCausalLM(ModelConfig.from_folder(folder), make_attention_backend("auto"))
+    model = Qwen3ForCausalLM(ModelConfig.from_folder(folder), make_attention_backend("sdpa"))
     model = model.to(dtype)
     load_model(model, folder)
     return model

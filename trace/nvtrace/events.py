@@ -47,6 +47,19 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
     device: str
     dtype: str
     attention_backend: str
+    attention_reason: Literal[
+        "asked",
+        "fastest_here",
+        "no_gpu",
+        "gpu_too_old",
+        "flash_attn_missing",
+        "triton_missing",
+        "needs_16_bit",
+        "needs_pages_of_256",
+        "head_dim_unsupported",
+        "not_recorded",
+    ] = "not_recorded"
+    fused_kernels: bool = False
     enforce_eager: bool
     enable_prefix_caching: bool
     policy: str
@@ -92,10 +105,13 @@ class WarmupModel(Event, frozen=True, kw_only=True, tag="WARMUP_MODEL"):
 class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE"):
     """The number of KV pages was worked out."""
 
-    rule: Literal["cpu_bounded", "given"]
+    rule: Literal["cpu_bounded", "gpu_measured", "given"]
     total_bytes: int
     free_bytes: int
     used_bytes: int
+    peak_bytes: int | None = None
+    current_bytes: int | None = None
+    graph_pool_bytes: int | None = None
     utilization: float
     limit_bytes: int | None
     num_local_ranks: int = 1
@@ -121,10 +137,22 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
         return round(self.free_bytes / 2**30, 3)
 
 
+class CudagraphCapture(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_CAPTURE"):
+    """Decode steps of these numbers of rows were recorded as CUDA graphs."""
+
+    batch_sizes: list[int]
+    pool_bytes: int
+    duration_ns: int
+
+    log_fields = ("batch_sizes", "pool_bytes")
+
+
 class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
     """No CUDA graphs are used."""
 
-    reason: Literal["enforce_eager", "device_has_no_graphs"]
+    reason: Literal[
+        "enforce_eager", "device_has_no_graphs", "no_fused_kernels", "backend_reads_back"
+    ]
 
 
 class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
@@ -409,10 +437,29 @@ class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE
 class RunEager(Event, frozen=True, kw_only=True, tag="RUN_EAGER"):
     """The model ran kernel by kernel."""
 
-    reason: Literal["prefill", "mixed", "enforce_eager", "device_has_no_graphs"]
+    reason: Literal[
+        "prefill",
+        "mixed",
+        "enforce_eager",
+        "device_has_no_graphs",
+        "no_fused_kernels",
+        "backend_reads_back",
+        "batch_beyond_graphs",
+    ]
     num_tokens: int
 
     log_fields = ("num_tokens",)
+
+
+class CudagraphReplay(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_REPLAY"):
+    """The decode was launched as one graph; rows beyond the batch are padding."""
+
+    batch_size: int
+    graph_batch_size: int
+    padding: int
+    is_ahead: bool
+
+    log_fields = ("batch_size", "graph_batch_size", "padding")
 
 
 class SampleTokens(Event, frozen=True, kw_only=True, tag="SAMPLE_TOKENS"):
@@ -506,6 +553,7 @@ AnyEvent = (
     | ModelWeightsLoaded
     | WarmupModel
     | KvBudgetEstimate
+    | CudagraphCapture
     | CudagraphSkip
     | EngineReady
     | GenerateStart
@@ -528,6 +576,7 @@ AnyEvent = (
     | PreparePrefillTensors
     | PrepareDecodeTensors
     | RunEager
+    | CudagraphReplay
     | SampleTokens
     | StepEnd
     | RequestOutput

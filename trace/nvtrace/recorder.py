@@ -128,6 +128,7 @@ class Recorder(Observer):
         self.kept: Path | None = None
         self.recipe: Callable[[int], Observer] | None = None
         self._marks = _StepMarks(0)
+        self._gpu_ns: int | None = None  # of this step, as far as it is known
         self._last_init = self._init_start = 0
         self._policy = ""
         self._is_scheduling = False  # within a step, before it is known what it will compute
@@ -162,7 +163,9 @@ class Recorder(Observer):
 
         world_size = config.tensor_parallel_size
         self.trace.run_id = shared_run_id(self.trace.run_id, world_size)
-        self.trace.write_header(asdict(config), asdict(model_config), self.rank, world_size)
+        self.trace.write_header(
+            asdict(config), asdict(model_config), self.rank, world_size, _gpu_name(config.device)
+        )
         self._policy = config.policy
         self._last_init = self._init_start = self.trace.now()
         self.trace.add(
@@ -177,6 +180,8 @@ class Recorder(Observer):
             device=config.device,
             dtype=config.dtype,
             attention_backend=config.attention_backend,
+            attention_reason=config.attention_reason,
+            fused_kernels=config.fused_kernels,
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
@@ -222,6 +227,16 @@ class Recorder(Observer):
     def kv_budget_estimate(self, budget: KVBudget) -> None:
         self.trace.add(ev.KvBudgetEstimate, "init", **asdict(budget))
         self._since_last_init()
+
+    @override
+    def cudagraph_capture(self, batch_sizes: list[int], pool_bytes: int) -> None:
+        self.trace.add(
+            ev.CudagraphCapture,
+            "init",
+            batch_sizes=list(batch_sizes),
+            pool_bytes=pool_bytes,
+            duration_ns=self._since_last_init(),
+        )
 
     @override
     def cudagraph_skip(self, reason: str) -> None:
@@ -339,6 +354,7 @@ class Recorder(Observer):
         self.trace.step = engine_step
         self._is_scheduling = True
         self._marks = _StepMarks(self.trace.now())
+        self._gpu_ns = None
 
     @override
     def admission_stop(
@@ -503,6 +519,22 @@ class Recorder(Observer):
         self._marks.forward = self._marks.sample = now
 
     @override
+    def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
+        now = self.trace.add(
+            ev.CudagraphReplay,
+            None,
+            batch_size=batch_size,
+            graph_batch_size=graph_batch_size,
+            padding=graph_batch_size - batch_size,
+            is_ahead=is_ahead,
+        )
+        self._marks.forward = self._marks.sample = now
+
+    @override
+    def gpu_time(self, gpu_ns: int) -> None:
+        self._gpu_ns = gpu_ns
+
+    @override
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
         self._marks.sample = self.trace.add(
             ev.SampleTokens,
@@ -534,7 +566,7 @@ class Recorder(Observer):
             forward_ns=marks.forward - marks.prepare,
             sample_ns=marks.sample - marks.forward,
             postprocess_ns=now - marks.sample,
-            gpu_ns=None,
+            gpu_ns=self._gpu_ns,
         )
         self.trace.drain()
         self.trace.step = None
@@ -547,6 +579,14 @@ class Recorder(Observer):
         now = self.trace.now()
         duration, self._last_init = now - self._last_init, now
         return duration
+
+
+def _gpu_name(device: str) -> str | None:
+    if device != "cuda":
+        return None
+    import torch  # noqa: PLC0415 - it is loaded: an engine is starting
+
+    return torch.cuda.get_device_name()
 
 
 def _lengths(batch: Batch) -> dict[str, list[int] | int]:

@@ -196,7 +196,7 @@ class State:
         self.engine_step = event.engine_step
         self._scheduled = dict.fromkeys(event.seq_ids, 1)
 
-    def _model_ran(self, _event: ev.RunEager) -> None:
+    def _model_ran(self, _event: ev.RunEager | ev.CudagraphReplay) -> None:
         for seq_id, num_tokens in self._scheduled.items():
             self.sequences[seq_id].num_computed_tokens += num_tokens
         self._scheduled = {}
@@ -222,6 +222,7 @@ class State:
         ev.ScheduleMixed: _schedule_prefill,
         ev.ScheduleDecode: _schedule_decode,
         ev.RunEager: _model_ran,
+        ev.CudagraphReplay: _model_ran,
         ev.SampleTokens: _sample_tokens,
     }
 

@@ -144,9 +144,14 @@ class TraceWriter:
         self.sink.close()
 
     def write_header(
-        self, config: dict[str, Any], model: dict[str, Any], rank: int = 0, world_size: int = 1
+        self,
+        config: dict[str, Any],
+        model: dict[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        gpu: str | None = None,
     ) -> None:
-        """Write the first line."""
+        """Write the first line; `gpu` is the name of the one that computes, if one does."""
         self.has_header = True
         created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
         self._logger.emit(
@@ -167,7 +172,8 @@ class TraceWriter:
                     "platform": platform.system(),
                     "machine": platform.machine(),
                     "num_cpus": os.cpu_count(),
-                },
+                }
+                | ({} if gpu is None else {"gpu": gpu, "triton": _version_of("triton")}),
                 model=model,
                 config=config,
             )

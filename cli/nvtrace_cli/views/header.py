@@ -140,15 +140,6 @@ def _kv_budget(
         dtype_bytes=budget.dtype_bytes,
         block_bytes=size(budget.block_bytes),
     )
-    room = catalog.ui(
-        "header_room_sum",
-        times=times,
-        utilization=f"{budget.utilization:.2f}",
-        total=size(budget.total_bytes),
-        used=size(budget.used_bytes),
-        rest=size(int(budget.total_bytes * budget.utilization) - budget.used_bytes),
-        limit="-" if budget.limit_bytes is None else size(budget.limit_bytes),
-    )
     pages = catalog.ui(
         f"header_pages_{budget.rule}",
         available=size(budget.available_bytes),
@@ -157,13 +148,30 @@ def _kv_budget(
         num_tokens=count(budget.num_blocks * budget.block_size),
         pool=size(budget.num_blocks * budget.block_bytes),
     )
-    rooms = [room] if budget.rule == "cpu_bounded" else []
+    rooms = [] if budget.rule == "given" else [_room(budget, catalog, times)]
     if num_ranks == 1:
         return [page], rooms, [pages]
-    if rooms:
+    if budget.rule == "cpu_bounded":
         available, number = size(budget.available_bytes), budget.num_local_ranks
         rooms.append(catalog.ui("header_room_ranks", size=available, number=number))
     return [page, catalog.ui("header_page_ranks", number=num_ranks)], rooms, [pages]
+
+
+def _room(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> str:
+    """The sum that leads to the room for pages."""
+    step_bytes = (budget.peak_bytes or 0) - (budget.current_bytes or 0)
+    return catalog.ui(
+        f"header_room_sum_{budget.rule}",
+        times=times,
+        utilization=f"{budget.utilization:.2f}",
+        total=size(budget.total_bytes),
+        used=size(budget.used_bytes),
+        rest=size(int(budget.total_bytes * budget.utilization) - budget.used_bytes),
+        limit="-" if budget.limit_bytes is None else size(budget.limit_bytes),
+        step=size(step_bytes),
+        graphs=size(budget.graph_pool_bytes or 0),
+        available=size(budget.available_bytes),
+    )
 
 
 def _machine(environment: dict[str, Any]) -> list[str]:

@@ -1,0 +1,317 @@
+"""DecodeGraphs: a whole decode step as one launch, from last tokens to next tokens.
+
+A decode step is some two hundred kernels, and the CPU needs longer to launch them one by one than
+the GPU to run them. A CUDA graph is recorded once and launched as a whole. It always runs on the
+same memory, so its inputs live in tensors that never move, and each batch is copied into them:
+
+                        graph of 4 rows, batch of 3          row 3 is padding: position -1
+        input_ids       [  t0    t1    t2    -  ]
+        positions       [  18    40     7   -1  ]
+        block_tables    [  ..    ..    ..    .. ]
+              │
+              v   slots, context lengths, noise keys   (derive_inputs)
+              v   28 layers, head                      (the model)
+              v   sampling                             (sample)
+        token_ids       [  u0    u1    u2    -  ]  ──> to the CPU
+              │
+              └──> input_ids, and positions + 1: ready for the same batch's next token
+
+A graph is for one number of rows; a batch takes the smallest that holds it. Where the next step is
+known to be of the same batch, it is launched before the host has ended this one, and nothing but
+new pages is copied:
+
+    GPU    |   step n   |  |  step n + 1   |  |
+    host   .. waits ....|L |end n, begin n+1| waits |L |          L: the tokens are here, launch
+
+Should the next step turn out to be another one, what was launched is computed in vain: its keys and
+values are written to places that are nobody's yet or get the same again, its tokens are not read.
+
+Knows rows, their tensors and the graphs. Does not know why a batch is what it is, nor what the
+model computes. vLLM's counterpart is `vllm/v1/worker/gpu_model_runner.py`, `capture_model`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.utils.context import Context, forward_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from nanovllm.engine.batch import Foresight
+    from nanovllm.engine.model_inputs import DecodeInputs
+    from nanovllm.engine.sequence import Sequence
+
+FEW = (1, 2, 4, 8)
+STEP = 16  # rows: the height of a tensor core's tile, so that a larger graph costs what it holds
+LARGEST = 512
+
+
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the numbers of rows to record graphs for, ascending; the last holds `max_num_seqs`.
+
+    (Beyond 512 sequences a step is long enough to be launched kernel by kernel.)
+    """
+    limit = min(max_num_seqs, LARGEST)
+    sizes = [size for size in FEW if size < limit]
+    sizes += range(STEP, limit, STEP)
+    return [*sizes, limit]
+
+
+def smallest_that_holds(batch_size: int, sizes: list[int]) -> int | None:
+    """Return the first of these ascending sizes that is not below `batch_size`; None if all are."""
+    index = bisect_left(sizes, batch_size)
+    return sizes[index] if index < len(sizes) else None
+
+
+class DecodeBuffers:
+    """The inputs of decode steps, where the graphs read them. One row a sequence.
+
+    Attributes:
+        input_ids: (num_rows,) int64, the token to compute.
+        positions: (num_rows,) int64, its position; -1 in a row that is padding.
+        block_tables: (num_rows, max_num_blocks) int32.
+        seeds: (num_rows,) int64, the 64 bits of each request's seed.
+        temperatures: (num_rows,) float32.
+        token_ids: (num_rows,) int64, what was drawn; -1 where the logits were not finite.
+        logits: (num_rows, vocab_size), in the model's dtype.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_num_blocks: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def on_device(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.input_ids = on_device(num_rows)
+        self.positions = on_device(num_rows) - 1
+        self.block_tables = on_device(num_rows, max_num_blocks, dtype=torch.int32)
+        self.seeds = on_device(num_rows)
+        self.temperatures = on_device(num_rows, dtype=torch.float32)
+        self.token_ids = on_device(num_rows)
+        self.no_token = on_device(1) - 1
+        self.logits = on_device(num_rows, vocab_size, dtype=dtype)
+        # What derive_inputs fills.
+        self.rope_positions = on_device(num_rows)
+        self.slot_mapping = on_device(num_rows)
+        self.context_lens = on_device(num_rows, dtype=torch.int32)
+        self.is_greedy = on_device(num_rows, dtype=torch.bool)
+        # Page-locked, so that nobody waits for a copy.
+        self.host_tables = torch.zeros(
+            (num_rows, max_num_blocks), dtype=torch.int32, pin_memory=True
+        )
+        self.host_token_ids = torch.zeros(num_rows, dtype=torch.int64, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was launched before it was scheduled: what must come true.
+
+    Attributes:
+        seqs: the sequences, in the order of their rows.
+        positions: where each one's token is.
+        new_pages: the page that some have been given meanwhile.
+    """
+
+    seqs: list[Sequence]
+    positions: list[int]
+    new_pages: dict[Sequence, int]
+
+    def is_of(self, seqs: list[Sequence]) -> bool:
+        """Has it come true, of the batch of `seqs`?"""
+        return (
+            seqs == self.seqs
+            and [seq.num_computed_tokens for seq in seqs] == self.positions
+            and all(seq.block_table[-1] == page for seq, page in self.new_pages.items())
+        )
+
+
+class DecodeGraphs:
+    """Decode steps as graphs.
+
+    Args:
+        forward: (input_ids, positions) -> hidden states, inside a `forward_context`.
+        compute_logits: (hidden states, tensor to write them into) -> None.
+        buffers: the tensors they run on.
+        block_size: tokens in a page.
+        max_model_len: the longest context.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor, Tensor], Tensor],
+        compute_logits: Callable[[Tensor, Tensor], None],
+        buffers: DecodeBuffers,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.forward = forward
+        self.compute_logits = compute_logits
+        self.buffers = buffers
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.sizes = graph_batch_sizes(len(buffers.positions))
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool_bytes = 0
+        self._places: list[int] = []  # the batch's rows, in its order
+        self._ahead: Ahead | None = None
+        self._have_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    # -- start -----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record a graph for each size, the largest first: the others fit into its memory."""
+        free_before = torch.cuda.mem_get_info()[0]
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self.run(size)  # compiles kernels and makes handles, which a recording must not
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.run(size)
+            self.graphs[size] = graph
+        torch.cuda.synchronize()
+        self.pool_bytes = free_before - torch.cuda.mem_get_info()[0]
+
+    def run(self, size: int) -> None:
+        """Compute a step of `size` rows, kernel by kernel: what a graph of that size records."""
+        # Imported here: what else is in this module can be read and tested without Triton.
+        from nanovllm.layers.kernels.decode_inputs import derive_inputs  # noqa: PLC0415
+        from nanovllm.layers.kernels.sampler import sample  # noqa: PLC0415
+
+        rows = self.buffers
+        positions = rows.positions[:size]
+        slot_mapping, context_lens = rows.slot_mapping[:size], rows.context_lens[:size]
+        block_tables = rows.block_tables[:size]
+        noise_keys = torch.empty((2, size), dtype=torch.int64, device=positions.device)
+        derive_inputs(
+            *(positions, block_tables, rows.seeds[:size], rows.temperatures[:size]),
+            *(rows.rope_positions[:size], slot_mapping, context_lens),
+            *(noise_keys, rows.is_greedy[:size]),
+            block_size=self.block_size,
+        )
+        context = Context(
+            phase="decode",
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=slot_mapping,  # not read: backends that can be captured cut a decode by
+            cu_seqlens_k=slot_mapping,  # its context_lens
+            max_seqlen_q=1,
+            max_seqlen_k=self.max_model_len,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            logits_indices=None,
+        )
+        with forward_context(context):
+            hidden = self.forward(rows.input_ids[:size], rows.rope_positions[:size])
+            logits = rows.logits[:size]
+            self.compute_logits(hidden, logits)
+        token_ids, is_finite = sample(
+            logits, rows.temperatures[:size], rows.is_greedy[:size], noise_keys
+        )
+        rows.input_ids[:size] = token_ids
+        positions += positions >= 0
+        rows.token_ids[:size] = torch.where(is_finite, token_ids, rows.no_token)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def size_for(self, batch_size: int) -> int | None:
+        """The smallest graph that holds so many rows; None if there is none."""
+        return smallest_that_holds(batch_size, self.sizes)
+
+    def load(self, inputs: DecodeInputs, size: int) -> None:
+        """Copy a batch into the buffers. The rows up to `size` become padding."""
+        rows, num_seqs = self.buffers, len(inputs.input_ids)
+        num_padding = size - num_seqs
+        _copy("q", inputs.input_ids + [0] * num_padding, rows.input_ids)
+        _copy("q", inputs.positions + [-1] * num_padding, rows.positions)
+        width = len(inputs.block_tables[0])
+        pages = torch.frombuffer(array("i", chain(*inputs.block_tables)), dtype=torch.int32)
+        rows.host_tables[:num_seqs, :width] = pages.view(num_seqs, width)
+        self._copy_tables(num_seqs)
+        self._places = list(range(num_seqs))
+
+    def load_sampling(self, seqs: list[Sequence]) -> None:
+        """Copy how the loaded rows, which are those of `seqs`, are sampled."""
+        rows = self.buffers
+        _copy("f", [seq.sampling_params.temperature for seq in seqs], rows.temperatures)
+        _copy("Q", [seq.seed % 2**64 for seq in seqs], rows.seeds)
+
+    def replay(self, size: int) -> None:
+        """Launch the step that the buffers hold. Returns at once."""
+        self.graphs[size].replay()
+        rows = self.buffers
+        rows.host_token_ids[:size].copy_(rows.token_ids[:size], non_blocking=True)
+        self._have_arrived.record()
+
+    def token_ids(self) -> list[int]:
+        """Wait for the batch's tokens; -1 where the logits were not finite."""
+        self._have_arrived.synchronize()
+        token_ids: list[int] = self.buffers.host_token_ids[: self._places[-1] + 1].tolist()
+        return [token_ids[place] for place in self._places]
+
+    def logits(self) -> Tensor:
+        """The batch's logits, (num_seqs, vocab_size)."""
+        rows = torch.tensor(self._places, device=self.buffers.logits.device)
+        return self.buffers.logits.index_select(0, rows)
+
+    @torch.inference_mode()
+    def run_ahead(self, seqs: list[Sequence], foresight: Foresight, size: int) -> None:
+        """Launch the next step of the batch that just ran, before the host has ended this one.
+
+        The rows of sequences that end become padding where they are; the others keep their places.
+
+        Args:
+            seqs: the batch that just ran.
+            foresight: what the next step will be.
+            size: of the graph.
+        """
+        rows, places = self.buffers, self._places
+        for index, page in foresight.new_pages:
+            rows.host_tables[places[index], len(seqs[index].block_table)] = page
+        if foresight.new_pages:
+            self._copy_tables(places[-1] + 1)
+        kept = list(range(len(seqs)))
+        for index in reversed(foresight.ending):
+            rows.positions[places[index]] = -1
+            del kept[index]
+        self.replay(size)
+        self._places = [places[index] for index in kept]
+        self._ahead = Ahead(
+            [seqs[index] for index in kept],
+            [seqs[index].num_computed_tokens + 1 for index in kept],
+            {seqs[index]: page for index, page in foresight.new_pages},
+        )
+
+    def forget(self) -> None:
+        """A step of another kind comes in between: what was launched ahead is in vain."""
+        self._ahead = None
+
+    def has_run_ahead(self, seqs: list[Sequence]) -> bool:
+        """Is the step that was launched last the next one of exactly these? Asked once."""
+        ahead, self._ahead = self._ahead, None
+        return ahead is not None and ahead.is_of(seqs)
+
+    def _copy_tables(self, num_seqs: int) -> None:
+        rows = self.buffers
+        rows.block_tables[:num_seqs].copy_(rows.host_tables[:num_seqs], non_blocking=True)
+
+
+def _copy(typecode: str, values: list[int] | list[float], destination: Tensor) -> None:
+    """Copy numbers to the beginning of a tensor; by way of an array, which is fast to fill."""
+    source = torch.frombuffer(array(typecode, values), dtype=destination.dtype)  # the same bits
+    destination[: len(values)].copy_(source)

@@ -1,0 +1,140 @@
+"""Which attention backend runs, and why that one.
+
+    hybrid        flash-attn for prefills, this project's kernels for decodes: each the faster there
+    flash_attn    the flash-attn package for both
+    triton        this project's own kernels (layers/kernels) for both: any GPU that Triton knows
+    sdpa          torch's attention over gathered pages: anywhere, and the oracle of the others
+
+Knows what each of them needs, as one table of questions. Does not import them: what is installed
+is asked of the machine by `attention_facts`, once, and the rest is a pure function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from nanovllm.errors import AttentionBackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
+
+FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
+FLASH_CAPABILITY = (8, 0)
+TRITON_CAPABILITY = (7, 0)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What the choice depends on.
+
+    Attributes:
+        device_type: "cpu" or "cuda".
+        capability: the GPU's compute capability; (0, 0) for a CPU.
+        dtype: of the keys and values.
+        head_dim: numbers in a head.
+        block_size: tokens in a KV page.
+        has_flash_attn, has_triton: is the package installed?
+    """
+
+    device_type: str
+    capability: tuple[int, int]
+    dtype: str
+    head_dim: int
+    block_size: int
+    has_flash_attn: bool
+    has_triton: bool
+
+
+def attention_facts(
+    device_type: str, capability: tuple[int, int], dtype: str, head_dim: int, block_size: int
+) -> AttentionFacts:
+    """Add what is installed to what is known."""
+    return AttentionFacts(
+        device_type=device_type,
+        capability=capability,
+        dtype=dtype,
+        head_dim=head_dim,
+        block_size=block_size,
+        has_flash_attn=find_spec("flash_attn") is not None,
+        has_triton=find_spec("triton") is not None,
+    )
+
+
+def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
+    """Choose a backend.
+
+    Args:
+        asked: one of ATTENTION_BACKENDS, or "auto" for the first of them that runs here.
+        facts: about machine and model.
+
+    Returns:
+        Its name, and the reason: "asked", or "fastest_here", or what the faster one lacks.
+
+    Raises:
+        AttentionBackendError: the one that was asked for cannot run here.
+    """
+    if asked != "auto":
+        obstacle = _obstacle(asked, facts)
+        if obstacle is not None:
+            raise AttentionBackendError(
+                f"attention_backend={asked!r} cannot run here: {_SENTENCES[obstacle](facts)}; "
+                "use attention_backend='auto'"
+            )
+        return asked, "asked"
+    reason = "fastest_here"
+    for name in ATTENTION_BACKENDS:
+        obstacle = _obstacle(name, facts)
+        if obstacle is None:
+            return name, reason
+        if reason == "fastest_here":
+            reason = obstacle
+    raise AssertionError("sdpa has no needs")
+
+
+def can_fuse(facts: AttentionFacts) -> bool:
+    """Can the model run through the kernels of layers/kernels? They ask what attention's do."""
+    return _obstacle("triton", facts) is None
+
+
+def _obstacle(name: str, facts: AttentionFacts) -> str | None:
+    """Return the first need of a backend that is not met."""
+    if name == "sdpa":
+        return None
+    if facts.device_type != "cuda":
+        return "no_gpu"
+    needs_of_flash_attn = {
+        "flash_attn_missing": facts.has_flash_attn,
+        "gpu_too_old": facts.capability >= FLASH_CAPABILITY,
+        "needs_16_bit": facts.dtype in {"float16", "bfloat16"},
+        "needs_pages_of_256": facts.block_size % FLASH_PAGE_MULTIPLE == 0,
+        "head_dim_unsupported": facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0,
+    }
+    needs_of_triton = {
+        "triton_missing": facts.has_triton,
+        "gpu_too_old": facts.capability >= TRITON_CAPABILITY,
+        "head_dim_unsupported": facts.head_dim in (16, 32, 64, 128, 256),
+    }
+    needs = {
+        "hybrid": [*needs_of_flash_attn.items(), *needs_of_triton.items()],
+        "flash_attn": [*needs_of_flash_attn.items()],
+        "triton": [*needs_of_triton.items()],
+    }
+    return next((code for code, is_met in needs[name] if not is_met), None)
+
+
+_SENTENCES: dict[str, Callable[[AttentionFacts], str]] = {
+    "no_gpu": lambda facts: f"the device is {facts.device_type}, and its kernels need a GPU",
+    "triton_missing": lambda _facts: "triton is not installed",
+    "flash_attn_missing": lambda _facts: "flash-attn is not installed (pip install flash-attn)",
+    "gpu_too_old": lambda facts: "the GPU has compute capability {}.{}".format(*facts.capability),
+    "needs_16_bit": lambda facts: f"it needs float16 or bfloat16, not {facts.dtype}",
+    "needs_pages_of_256": lambda facts: (
+        f"it needs kvcache_block_size to be a multiple of 256, not {facts.block_size}"
+    ),
+    "head_dim_unsupported": lambda facts: f"it has no kernel for head_dim={facts.head_dim}",
+}

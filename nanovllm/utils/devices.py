@@ -1,0 +1,64 @@
+"""Which device and data type an "auto" means.
+
+Knows torch's view of the machine. Does not know the engine.
+
+| device | checkpoint            | dtype="auto"                                                   |
+|--------|-----------------------|----------------------------------------------------------------|
+| CPU    | any                   | float32: CPUs compute it fastest, and it agrees with references |
+| GPU    | float16, bfloat16     | the checkpoint's own, where the GPU can compute it              |
+| GPU    | bfloat16, before Ampere | float16                                                       |
+| GPU    | float32, or not said  | bfloat16; float16 before Ampere                                |
+"""
+
+from __future__ import annotations
+
+import torch
+
+FIRST_WITH_BFLOAT16 = (8, 0)  # Ampere
+
+
+def resolve_device(asked: str) -> str:
+    """Return "cpu" or "cuda".
+
+    Raises:
+        ValueError: "cuda" was asked for, and torch sees no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if asked == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if asked == "cuda" and not has_gpu:
+        how = "has no CUDA" if torch.version.cuda is None else "sees no GPU"
+        raise ValueError(f"device='cuda', but torch {torch.__version__} {how}: use device='cpu'")
+    return asked
+
+
+def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple[int, int]) -> str:
+    """Return float32, float16 or bfloat16.
+
+    Args:
+        asked: one of these, or "auto".
+        device: "cpu" or "cuda".
+        stored: what the checkpoint was saved in; None if it does not say.
+        capability: the GPU's compute capability.
+
+    Raises:
+        ValueError: bfloat16 was asked for on a GPU that cannot compute it.
+    """
+    has_bfloat16 = device == "cpu" or capability >= FIRST_WITH_BFLOAT16
+    if asked == "bfloat16" and not has_bfloat16:
+        raise ValueError(
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) does not compute in "
+            "bfloat16: use dtype='float16' or dtype='auto'"
+        )
+    if asked != "auto":
+        return asked
+    if device == "cpu":
+        return "float32"
+    if stored == "float16" or not has_bfloat16:
+        return "float16"
+    return "bfloat16"
+
+
+def gpu_capability(device: str) -> tuple[int, int]:
+    """Return the compute capability of the GPU in use; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)

@@ -1,0 +1,135 @@
+"""Which attention backend, data type and device an "auto" means, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm.config import Config
+from nanovllm.errors import AttentionBackendError
+from nanovllm.layers.attention import make_attention_backend
+from nanovllm.layers.attention_choice import (
+    ATTENTION_BACKENDS,
+    AttentionFacts,
+    can_fuse,
+    choose_attention,
+)
+from nanovllm.utils.devices import resolve_device, resolve_dtype
+from support.fake_runner import FAKE_MODEL
+
+HOPPER = AttentionFacts(
+    device_type="cuda",
+    capability=(9, 0),
+    dtype="bfloat16",
+    head_dim=128,
+    block_size=256,
+    has_flash_attn=True,
+    has_triton=True,
+)
+T4 = replace(HOPPER, capability=(7, 5), dtype="float16")
+CPU = replace(HOPPER, device_type="cpu", capability=(0, 0), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "reason"),
+    [
+        (HOPPER, "hybrid", "fastest_here"),
+        (replace(HOPPER, has_flash_attn=False), "triton", "flash_attn_missing"),
+        (replace(HOPPER, dtype="float32"), "triton", "needs_16_bit"),
+        (replace(HOPPER, block_size=16), "triton", "needs_pages_of_256"),
+        (replace(HOPPER, head_dim=80), "flash_attn", "head_dim_unsupported"),
+        (replace(HOPPER, has_triton=False), "flash_attn", "triton_missing"),
+        (T4, "triton", "gpu_too_old"),
+        (replace(T4, capability=(6, 1)), "sdpa", "gpu_too_old"),
+        (replace(T4, has_triton=False), "sdpa", "gpu_too_old"),
+        (CPU, "sdpa", "no_gpu"),
+    ],
+)
+def test_auto_takes_the_first_that_runs_and_says_what_the_faster_one_lacks(
+    facts: AttentionFacts, name: str, reason: str
+) -> None:
+    assert choose_attention("auto", facts) == (name, reason)
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_what_was_asked_for_is_taken_where_it_runs(name: str) -> None:
+    assert choose_attention(name, HOPPER) == (name, "asked")
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "words"),
+    [
+        ("flash_attn", CPU, "the device is cpu"),
+        ("triton", CPU, "need a GPU"),
+        ("hybrid", T4, "compute capability 7.5"),
+        ("flash_attn", replace(HOPPER, has_flash_attn=False), "pip install flash-attn"),
+        ("flash_attn", replace(HOPPER, dtype="float32"), "float16 or bfloat16, not float32"),
+        ("flash_attn", replace(HOPPER, block_size=16), "multiple of 256, not 16"),
+        ("triton", replace(HOPPER, head_dim=80), "head_dim=80"),
+        ("triton", replace(HOPPER, has_triton=False), "triton is not installed"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason_and_a_way_out(
+    asked: str, facts: AttentionFacts, words: str
+) -> None:
+    with pytest.raises(AttentionBackendError, match="use attention_backend='auto'") as caught:
+        choose_attention(asked, facts)
+    assert words in str(caught.value)
+
+
+def test_the_models_own_kernels_ask_for_a_gpu_and_triton() -> None:
+    assert can_fuse(HOPPER)
+    assert can_fuse(T4)
+    assert not can_fuse(CPU)
+    assert not can_fuse(replace(HOPPER, has_triton=False))
+
+
+def test_an_unknown_backend_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no attention backend 'fast'"):
+        make_attention_backend("fast")
+
+
+@pytest.mark.parametrize(
+    ("device", "stored", "capability", "dtype"),
+    [
+        ("cpu", "bfloat16", (0, 0), "float32"),
+        ("cuda", "bfloat16", (9, 0), "bfloat16"),
+        ("cuda", "float16", (9, 0), "float16"),
+        ("cuda", "float32", (9, 0), "bfloat16"),
+        ("cuda", None, (8, 0), "bfloat16"),
+        ("cuda", "bfloat16", (7, 5), "float16"),
+        ("cuda", None, (7, 5), "float16"),
+    ],
+)
+def test_an_auto_dtype_is_the_checkpoints_own_where_the_gpu_can(
+    device: str, stored: str | None, capability: tuple[int, int], dtype: str
+) -> None:
+    assert resolve_dtype("auto", device, stored, capability) == dtype
+
+
+def test_a_dtype_that_was_asked_for_is_taken_or_refused() -> None:
+    assert resolve_dtype("float32", "cuda", "bfloat16", (7, 5)) == "float32"
+    assert resolve_dtype("bfloat16", "cpu", None, (0, 0)) == "bfloat16"
+    with pytest.raises(ValueError, match="use dtype='float16'"):
+        resolve_dtype("bfloat16", "cuda", None, (7, 5))
+
+
+def test_a_gpu_is_taken_where_there_is_one_and_refused_where_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [resolve_device(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="use device='cpu'"):
+        resolve_device("cuda")
+
+
+def test_a_model_shared_by_gpus_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = Config.create("model", {"tensor_parallel_size": 2, "device": "cuda"})
+    model = replace(FAKE_MODEL, num_attention_heads=2, num_key_value_heads=2, intermediate_size=2)
+    with pytest.raises(ValueError, match="device='cpu'"):
+        config.resolve(model)

@@ -1,0 +1,130 @@
+"""CUDA graphs, as far as they can be tried without a GPU: sizes, and what must come true ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graphs import Ahead, graph_batch_sizes, smallest_that_holds
+from nanovllm.engine.gpu_timer import GpuTimer
+from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
+from nanovllm.engine.model_runner import is_sampled_in_graph
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.warmup import largest_prefill
+from nanovllm.errors import KVCacheError
+from nanovllm.parallel import TensorParallel
+from nanovllm.sampling_params import SamplingParams
+from support.fake_runner import FAKE_MODEL
+
+if TYPE_CHECKING:
+    from nanovllm.models.config import ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (40, [1, 2, 4, 8, 16, 32, 40]),
+        (64, [1, 2, 4, 8, 16, 32, 48, 64]),
+    ],
+)
+def test_graphs_cover_every_batch_up_to_the_limit(max_num_seqs: int, sizes: list[int]) -> None:
+    assert graph_batch_sizes(max_num_seqs) == sizes
+    for batch_size in range(1, max_num_seqs + 1):
+        size = smallest_that_holds(batch_size, sizes)
+        assert size == min(size for size in sizes if size >= batch_size)
+    assert smallest_that_holds(max_num_seqs + 1, sizes) is None
+
+
+def test_beyond_512_sequences_there_are_no_graphs() -> None:
+    assert graph_batch_sizes(10_000)[-1] == 512
+
+
+def running(seq_id: int, num_computed_tokens: int, pages: list[int]) -> Sequence:
+    seq = Sequence(seq_id, [1] * (num_computed_tokens + 1), SamplingParams())
+    seq.num_computed_tokens = num_computed_tokens
+    seq.block_table = pages
+    return seq
+
+
+def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_only() -> None:
+    first, second = running(0, 4, [3, 7]), running(1, 2, [5])
+    ahead = Ahead([first, second], [4, 2], {first: 7})
+    assert ahead.is_of([first, second])
+    assert not ahead.is_of([second, first])
+    assert not ahead.is_of([first])
+    second.num_computed_tokens = 3
+    assert not ahead.is_of([first, second])
+    second.num_computed_tokens = 2
+    first.block_table = [3, 8]
+    assert not ahead.is_of([first, second])
+
+
+@pytest.mark.parametrize(
+    ("params", "is_in_graph"),
+    [
+        (SamplingParams(temperature=0), True),
+        (SamplingParams(temperature=0.7), True),
+        (SamplingParams(temperature=0, top_k=5), True),  # greedy: nothing to cut
+        (SamplingParams(temperature=0.7, top_k=5), False),
+        (SamplingParams(temperature=0.7, top_p=0.9), False),
+        (SamplingParams(temperature=0, logprobs=0), False),
+    ],
+)
+def test_a_graph_draws_what_needs_no_look_at_the_logits(
+    params: SamplingParams, is_in_graph: bool
+) -> None:
+    assert is_sampled_in_graph(Sequence(0, [1], params)) == is_in_graph
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({}, (4, 4096)),
+        ({"max_num_seqs": 2}, (2, 4096)),
+        ({"max_num_batched_tokens": 100}, (1, 100)),
+        ({"max_model_len": 512, "max_num_batched_tokens": 1300}, (2, 512)),
+    ],
+)
+def test_the_made_up_prefill_fills_a_step(options: dict[str, int], shape: tuple[int, int]) -> None:
+    assert largest_prefill(Config.create("model", options)) == shape
+
+
+def budget_of(config: Config, model: ModelConfig, step: StepMemory) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.engine.kv_cache.gpu_memory", lambda _device: (100 * GIB, 90 * GIB))
+        budget = estimate_budget(config, model, torch.bfloat16, TensorParallel(), step_memory=step)
+    assert budget.rule == "gpu_measured"
+    assert budget.limit_bytes is None
+    return budget.available_bytes, budget.num_blocks
+
+
+def test_a_gpus_pages_fill_what_a_step_leaves() -> None:
+    config = Config.create("model", {"gpu_memory_utilization": 0.9})
+    step = StepMemory(peak_bytes=7 * GIB, current_bytes=2 * GIB, graph_pool_bytes=GIB)
+    model = replace(FAKE_MODEL, num_key_value_heads=8, head_dim=128, num_hidden_layers=28)
+    available, num_blocks = budget_of(config, model, step)
+    assert available == (90 - 10 - (7 - 2) - 1) * GIB
+    block_bytes = 2 * 28 * 256 * 8 * 128 * 2
+    assert num_blocks == available // block_bytes
+
+
+def test_where_a_step_leaves_nothing_the_numbers_are_named() -> None:
+    config = Config.create("model", {"gpu_memory_utilization": 0.2})
+    step = StepMemory(peak_bytes=12 * GIB, current_bytes=2 * GIB, graph_pool_bytes=GIB)
+    with pytest.raises(KVCacheError, match=r"11\.00 GiB for a step's own tensors") as caught:
+        budget_of(config, FAKE_MODEL, step)
+    assert "max_num_batched_tokens" in str(caught.value)
+
+
+def test_a_cpu_has_no_queue_to_measure() -> None:
+    timer = GpuTimer(torch.device("cpu"))
+    with timer.measuring():
+        pass
+    assert timer.launched is None

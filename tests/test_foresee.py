@@ -1,0 +1,84 @@
+"""Steps that are launched ahead: a right guess saves time, a wrong one changes nothing.
+
+The fake runner computes every step that it is told to run ahead at once, as a GPU would. All tests
+with digests in the KV slots thereby also show that this spoils no page. Here: what is foreseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given
+
+from nanovllm.sampling_params import SamplingParams
+from support.fake_runner import Settings, make_engine, runner_of
+from support.workload import Run, Workload, workloads
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+def engine_with(*prompts: list[int], max_tokens: int = 30, **settings: Any) -> LLMEngine:  # noqa: ANN401 - as Settings takes them
+    engine = make_engine(replace(Settings(), **settings))
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    return engine
+
+
+@given(workloads(with_aborts=False))
+def test_a_step_that_is_foreseen_comes_true_if_nobody_comes_or_goes(workload: Workload) -> None:
+    requests = [replace(request, arrival=0) for request in workload.requests]
+    run = Run(replace(workload, requests=requests)).go()
+    assert runner_of(run.engine).num_in_vain == 0
+
+
+def test_a_steady_decode_is_foreseen_in_every_step_over_page_borders_too() -> None:
+    engine = engine_with([1, 2], [1], kvcache_block_size=4, enable_prefix_caching=False)
+    while not engine.is_finished():
+        engine.step()
+    # 1 prefill, 29 decodes; the first decode follows a prefill, the last token ends both.
+    assert runner_of(engine).num_ahead == 28
+
+
+def test_a_step_that_somebody_ends_in_is_foreseen_if_nobody_takes_a_page() -> None:
+    engine = make_engine(Settings(kvcache_block_size=64))
+    for max_tokens in (9, 20, 14):
+        engine.add_request(
+            [1], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        )
+    while not engine.is_finished():
+        engine.step()
+    # 1 prefill, 19 decodes of 3, 2 and 1; the first decode follows the prefill.
+    assert (runner_of(engine).num_ahead, runner_of(engine).num_in_vain) == (18, 0)
+
+
+def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right() -> None:
+    alone = engine_with([1, 2])
+    while not alone.is_finished():
+        expected = alone.step()
+    engine = engine_with([1, 2], [2, 2, 1])
+    for _ in range(4):
+        engine.step()
+    engine.abort(1)
+    for _ in range(3):
+        engine.step()
+    engine.add_request([2, 1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    outputs = {}
+    while not engine.is_finished():
+        outputs.update({output["seq_id"]: output for output in engine.step()})
+    assert runner_of(engine).num_in_vain == 2
+    assert outputs[0]["token_ids"] == expected[0]["token_ids"]
+
+
+def test_a_page_that_is_still_published_is_not_written_to_on_a_guess() -> None:
+    engine = engine_with([1, 2, 1, 2, 1], max_tokens=1, kvcache_block_size=4, num_kvcache_blocks=2)
+    engine.step()  # its full page is published and free
+    engine.add_request([2], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))
+    while not engine.is_finished():
+        engine.step()
+        assert set(engine.scheduler.block_manager.cached_blocks.values()) <= {0, 1}
+    runner = runner_of(engine)
+    # 6 decodes: the first follows a prefill; the one that takes the published page is not guessed.
+    assert (runner.num_ahead, runner.num_in_vain) == (4, 0)

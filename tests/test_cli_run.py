@@ -30,7 +30,7 @@ from nvtrace_cli.run import recording, stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
 from nvtrace_cli.views.console import THEME, UNICODE
 from nvtrace_cli.views.live import LiveReporter, progress_view, reporting
-from support.cli import call, command, environment
+from support.cli import call, command, environment, spawn
 from support.oracle import Oracle, save_tokenizer
 
 if TYPE_CHECKING:
@@ -693,3 +693,23 @@ def test_the_story_of_a_scenario_shows_in_its_replay(
 def test_every_scenario_has_its_story_tested() -> None:
     [parameters] = test_the_story_of_a_scenario_shows_in_its_replay.pytestmark  # type: ignore[attr-defined]  # set by the decorator
     assert {name for name, _ in parameters.args[1]} == set(SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tp", "99999999999"), "1024"),
+        (("--tp", "3"), "cannot be split by tensor_parallel_size=3"),
+        (("--device", "gpu"), "one of auto, cpu, cuda"),
+        (("--out", "x" * 300), "File name too long"),
+    ],
+    ids=["too many ranks", "uneven ranks", "device", "name"],
+)
+def test_what_can_never_run_is_a_usage_error(
+    options: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = spawn("run", "example", *options)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert not list(tmp_path.iterdir())

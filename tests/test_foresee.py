@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
+import pytest
 from hypothesis import given
 
+from nanovllm import LLM
+from nanovllm.assets import TINY_QWEN3
 from nanovllm.sampling_params import SamplingParams
-from support.fake_runner import Settings, make_engine, runner_of
+from support.fake_runner import FakeRunner, Settings, make_engine, runner_of
 from support.workload import Run, Workload, workloads
 
 if TYPE_CHECKING:
@@ -70,6 +74,39 @@ def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right
         outputs.update({output["seq_id"]: output for output in engine.step()})
     assert runner_of(engine).num_in_vain == 2
     assert outputs[0]["token_ids"] == expected[0]["token_ids"]
+
+
+def visit_between_two_steps(engine: LLMEngine) -> None:
+    """A step of the first request is launched ahead into a new page; a visitor takes that page."""
+    engine.add_request([1, 2, 1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine.step()
+    engine.step()  # foresees that the first one takes the free list's head
+    engine.add_request([2], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    while not engine.is_finished():  # the visitor comes, writes to that page, and goes
+        engine.step()
+
+
+def test_a_page_that_a_visitor_has_overwritten_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8))
+    visit_between_two_steps(engine)
+    assert runner_of(engine).num_in_vain == 1
+    monkeypatch.setattr(FakeRunner, "_forget", lambda _runner: None)
+    with pytest.raises(AssertionError, match="would attend to a wrong slot"):
+        visit_between_two_steps(make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8)))
+
+
+def test_any_other_step_makes_the_runner_forget_what_it_launched_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the fake runner does, the real one must do: its graphs are tried on GPUs only."""
+    llm = LLM(TINY_QWEN3, device="cpu", num_kvcache_blocks=8)
+    graphs = Mock()
+    monkeypatch.setattr(llm.model_runner, "graphs", graphs)
+    llm.add_request([1, 2, 3], SamplingParams(max_tokens=1))
+    llm.step()
+    graphs.forget.assert_called_once_with()
 
 
 def test_a_page_that_is_still_published_is_not_written_to_on_a_guess() -> None:

@@ -154,6 +154,21 @@ def test_requests_that_come_and_go_make_guesses_wrong_and_no_token(oracle: Oracl
     assert outputs == {0: oracle.greedy(prompts[0], 60), 2: oracle.greedy(prompts[2], 60)}
 
 
+def test_a_visitor_that_takes_the_page_of_a_step_ahead_spoils_nothing(oracle: Oracle) -> None:
+    prompts = oracle.prompts((15, 9), 40)
+    llm = engine(oracle, attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=9)
+    seq_id = llm.add_request(
+        prompts[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    )
+    llm.step()
+    llm.step()
+    llm.add_request(prompts[1], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    outputs = {}
+    while not llm.is_finished():
+        outputs.update({output["seq_id"]: output["token_ids"] for output in llm.step()})
+    assert outputs[seq_id] == oracle.greedy(prompts[0], 40)
+
+
 def test_drawn_tokens_do_not_depend_on_the_way(oracle: Oracle) -> None:
     prompts = [random_tokens(9, seed=row) for row in range(20)]
     params = [SamplingParams(temperature=0.8, max_tokens=20, seed=row) for row in range(20)]

@@ -89,17 +89,20 @@ def bench(
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="Batch size for decode (may be repeated)."),
+        typer.Option(min=1, max=4096, metavar="N", help="Batch size for decode (may be repeated)."),
     ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="Context length for decode (may be repeated)."),
+        typer.Option(
+            min=1, max=2**17, metavar="N", help="Context length for decode (may be repeated)."
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=_LARGEST_SEED, help="Of prompts and random weights.")
     ] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="CPU threads; by default torch's number.")
+        int | None,
+        typer.Option(min=1, max=1024, metavar="N", help="CPU threads; by default torch's number."),
     ] = None,
     device: Annotated[str, typer.Option(help="What to run on, as the engine names it.")] = "auto",
     dtype: Annotated[

@@ -66,7 +66,7 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
     tp: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes that share the model.")
+        int, typer.Option(min=1, max=1024, metavar="N", help="Processes that share the model.")
     ] = 1,
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
@@ -165,6 +165,8 @@ def _record(
     except NanoVLLMError as error:
         raise RunFailedError(str(error)) from error
     except Exception as error:
+        if isinstance(error, ValueError) and tap is not None and not tap.has_engine:
+            raise UsageError(str(error)) from error  # an option that this model cannot have
         raise RunFailedError(f"the run failed: {type(error).__name__}: {error}") from error
     sink = recorder.trace.sink
     if sink.error is None:
@@ -378,6 +380,12 @@ def _check_device(device: str) -> None:
 def _check_out(out: Path) -> None:
     if str(out) == "-":
         raise UsageError("--out -: a trace goes to a file, since answers go to stdout")
+    try:
+        os.lstat(out)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, say
+        raise UsageError(f"--out {out}: {error.strerror}") from error
     if out.is_dir():
         raise UsageError(f"--out {out}: that is a folder, name a file in it")
     if not out.parent.is_dir():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import pytest
 
 from nanovllm.engine import llm_engine
+from nanovllm.engine.cuda_graphs import Ahead
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.models.config import ModelConfig
@@ -90,10 +91,11 @@ class FakeRunner:
     """Stands in for ModelRunner: runs a batch on digests, and looks at every slot it may read.
 
     A step that is run ahead is computed at once, as on a GPU: its digests are in their slots before
-    anybody has scheduled it, whatever becomes of the guess.
+    anybody has scheduled it, whatever becomes of the guess. If the guess came true, the step is not
+    computed again: what is in the slots by then must do.
 
     Attributes:
-        ahead: (seqs, positions, tables) of the step that was run ahead; None if none was.
+        ahead: the step that was run ahead, and its states; None if none was.
         num_ahead: steps that were run ahead and came true.
         num_in_vain: steps that were run ahead and did not.
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
@@ -107,7 +109,7 @@ class FakeRunner:
         self.num_kvcache_blocks = config.num_kvcache_blocks
         self.observer = observer
         self.cache: dict[int, int] = {}  # slot -> digest
-        self.ahead: tuple[list[Sequence], list[int], list[list[int]]] | None = None
+        self.ahead: tuple[Ahead, list[int]] | None = None
         self.num_ahead = self.num_in_vain = 0
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
@@ -115,27 +117,30 @@ class FakeRunner:
         """What ModelRunner.run does, with the same words to the observer."""
         self.at("scheduled", batch)
         assert batch, "an empty batch"
-        was_ahead = self._came_true(batch)
-        for seq in batch.seqs:  # before this step writes anything
-            self._check_context(seq, seq.block_table, seq.num_computed_tokens)
         inputs: PrefillInputs | DecodeInputs
-        if batch.phase != "decode":
+        if batch.phase == "decode":
+            ahead_states = self._states_that_came_true(batch.seqs)
+            inputs = prepare_decode(batch, self.block_size)
+            self.observer.prepare_decode_tensors(inputs)
+            if ahead_states is None:
+                self._check_contexts(batch.seqs)  # before this step writes anything
+                states = self._decode(inputs)
+                self.observer.run_eager("device_has_no_graphs", len(batch.seqs))
+            else:  # computed already: not again, as on a GPU
+                states = ahead_states
+                self.observer.cudagraph_replay(len(batch.seqs), len(batch.seqs), is_ahead=True)
+            contexts = zip(batch.seqs, inputs.block_tables, inputs.context_lens, strict=True)
+            for context in contexts:
+                self._check_context(*context)
+        else:
+            self._forget()
+            self._check_contexts(batch.seqs)
             inputs = prepare_prefill(batch, self.block_size)
             self.observer.prepare_prefill_tensors(inputs)
             states = self._prefill(inputs, batch.seqs)
-        else:
-            inputs = prepare_decode(batch, self.block_size)
-            self.observer.prepare_decode_tensors(inputs)
-            states = self._decode(inputs, batch.seqs)
-        if was_ahead:
-            self.observer.cudagraph_replay(len(batch.seqs), len(batch.seqs), is_ahead=True)
-        else:
-            reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
-            self.observer.run_eager(reason, len(inputs.input_ids))
+            self.observer.run_eager(batch.phase, len(inputs.input_ids))
         self.at("ran", batch)
-        if not batch.sampled_seqs:
-            return []
-        return [next_token(state) for state in states]
+        return [next_token(state) for state in states] if batch.sampled_seqs else []
 
     def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
         """What ModelRunner.tell_tokens does."""
@@ -145,33 +150,34 @@ class FakeRunner:
 
     def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
         """What ModelRunner.run_ahead does, and what a GPU does then."""
-        tables = [list(seq.block_table) for seq in batch.seqs]
-        for index, page in foresight.new_pages:
-            tables[index].append(page)
         kept = [i for i in range(len(batch.seqs)) if i not in foresight.ending]
+        new_pages = dict(foresight.new_pages)
+        states = []
         for index in kept:
             seq, position = batch.seqs[index], batch.seqs[index].num_computed_tokens + 1
+            table = [*seq.block_table, *([new_pages[index]] if index in new_pages else [])]
             digest = digests(seq.token_ids)[-1]  # of what is computed: the new token is not there
-            slot = tables[index][position // self.block_size] * self.block_size
-            token_id = next_token(digest)
-            self.cache[slot + position % self.block_size] = hash((digest, token_id))
-        self.ahead = (
-            [batch.seqs[index] for index in kept],
-            [batch.seqs[index].num_computed_tokens + 1 for index in kept],
-            [tables[index] for index in kept],
-        )
+            states.append(hash((digest, next_token(digest))))
+            slot = table[position // self.block_size] * self.block_size
+            self.cache[slot + position % self.block_size] = states[-1]
+        seqs = [batch.seqs[index] for index in kept]
+        positions = [seq.num_computed_tokens + 1 for seq in seqs]
+        pages = {batch.seqs[index]: page for index, page in foresight.new_pages}
+        self.ahead = Ahead(seqs, positions, pages), states
 
-    def _came_true(self, batch: Batch) -> bool:
-        ahead, self.ahead = self.ahead, None
-        if ahead is None:
-            return False
-        positions = [seq.num_computed_tokens for seq in batch.seqs]
-        tables = [seq.block_table for seq in batch.seqs]
-        if ahead == (batch.seqs, positions, tables):
-            self.num_ahead += 1
-            return True
-        self.num_in_vain += 1
-        return False
+    def _states_that_came_true(self, seqs: list[Sequence]) -> list[int] | None:
+        if self.ahead is None:
+            return None
+        (ahead, states), self.ahead = self.ahead, None
+        if not ahead.is_of(seqs):
+            self.num_in_vain += 1
+            return None
+        self.num_ahead += 1
+        return states
+
+    def _forget(self) -> None:
+        self.num_in_vain += self.ahead is not None
+        self.ahead = None
 
     def _prefill(self, inputs: PrefillInputs, seqs: list[Sequence]) -> list[int]:
         states = [0] * len(inputs.input_ids)
@@ -192,15 +198,13 @@ class FakeRunner:
                 self._check_context(seq, inputs.block_tables[index], context_len)
         return [states[row] for row in inputs.logits_indices]
 
-    def _decode(self, inputs: DecodeInputs, seqs: list[Sequence]) -> list[int]:
+    def _decode(self, inputs: DecodeInputs) -> list[int]:
         states = []
         for index, position in enumerate(inputs.positions):
             assert inputs.context_lens[index] == position + 1
             state = self._read(inputs.block_tables[index], position - 1) if position else _START
             states.append(hash((state, inputs.input_ids[index])))
         self._write(inputs.slot_mapping, states)
-        for seq, table, length in zip(seqs, inputs.block_tables, inputs.context_lens, strict=True):
-            self._check_context(seq, table, length)
         return states
 
     def _write(self, slot_mapping: list[int], states: list[int]) -> None:
@@ -213,6 +217,10 @@ class FakeRunner:
         assert table is not None, "there is a context, but no table to find it by"
         block_id = table[position // self.block_size]
         return self.cache[block_id * self.block_size + position % self.block_size]
+
+    def _check_contexts(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._check_context(seq, seq.block_table, seq.num_computed_tokens)
 
     def _check_context(self, seq: Sequence, table: list[int], length: int) -> None:
         """Does each of the first `length` positions find its own digest through the table?"""

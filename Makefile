@@ -6,6 +6,7 @@
 # make bench     time the engine beside transformers on this machine (minutes)
 # make gpu       the tests that need an NVIDIA GPU (make gpu-pair: two)
 # make golden    record the golden trace of the tests anew
+# make exercises record the broken traces of docs/exercises anew
 # make reference write docs/events.md and docs/trace.schema.json from the event structs
 # make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
 # make clean     remove what all of this made
@@ -17,7 +18,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check fuzz bench gpu gpu-pair golden reference tiny-model clean help
+.PHONY: example test lint check fuzz bench gpu gpu-pair golden exercises reference tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -66,6 +67,10 @@ gpu-pair: $(VENV)/.dev
 # Record the golden trace again, after looking at the difference that the tests show.
 golden: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.golden
+
+# docs/exercises/*.jsonl.zst, each by an engine with a fault put in.
+exercises: $(VENV)/.dev
+	cd tests && ../$(BIN)/python -m support.faults
 
 # docs/events.md and docs/trace.schema.json, made from the event structs.
 reference: $(VENV)/.dev

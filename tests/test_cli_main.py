@@ -24,7 +24,10 @@ from support.cli_traces import article_run, write_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMANDS = ("run", "replay", "events", "bench")
+COMMANDS = (
+    *("run", "replay", "tail", "check", "stats", "at", "explain", "diff", "whatif", "events"),
+    *("export", "validate", "schema", "bench", "doctor"),
+)
 
 
 @pytest.fixture(scope="module")

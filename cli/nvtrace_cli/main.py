@@ -27,26 +27,48 @@ with interrupts_end_it():  # loading takes a moment
     import typer
 
     from nanovllm import __version__
+    from nvtrace_cli.at import at
     from nvtrace_cli.bench import bench
+    from nvtrace_cli.check import check
+    from nvtrace_cli.diff import diff
+    from nvtrace_cli.doctor import doctor
     from nvtrace_cli.events import events
+    from nvtrace_cli.explain import explain
+    from nvtrace_cli.export import export
     from nvtrace_cli.options import say
     from nvtrace_cli.replay import replay
     from nvtrace_cli.run import run
+    from nvtrace_cli.schema import schema
+    from nvtrace_cli.stats import stats
     from nvtrace_cli.stderr import fill_missing_streams
+    from nvtrace_cli.tail import tail
+    from nvtrace_cli.validate import validate
+    from nvtrace_cli.whatif import whatif
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 app = typer.Typer(
     name="nvtrace",
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
 app.command()(replay)
+app.command()(tail)
+app.command()(check)
+app.command()(stats)
+app.command()(at)
+app.command()(explain)
+app.command()(diff)
+app.command()(whatif)
 app.command()(events)
+app.command()(export)
+app.command()(validate)
+app.command()(schema)
 app.command()(bench)
+app.command()(doctor)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nvtrace_cli.check import CheckOption, Watch
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
 from nvtrace_cli.options import LangOption, say, words
 
@@ -71,6 +72,7 @@ def run(
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
     ] = "auto",
+    check: CheckOption = False,
     lang: LangOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="The answers (or the list) as JSON.")
@@ -79,8 +81,9 @@ def run(
 ) -> None:
     """Run a scenario, watch it, and record its trace.
 
-    Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 2 wrong usage, 5 the
-    run failed, 130 interrupted (the trace is whole up to the last step).
+    Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 --check found
+    something, 2 wrong usage, 5 the run failed, 130 interrupted (the trace is whole up to the last
+    step).
     """
     with interrupts_end_it():
         from nvtrace.scenarios import SCENARIOS, Options  # noqa: PLC0415 - --help needs no engine
@@ -110,7 +113,8 @@ def run(
         seed=seed,
         config=_engine_options(policy, tp, device),
     )
-    answers, fault = _record(SCENARIOS[name], options, out, catalog, is_quiet=quiet)
+    watch = Watch(catalog, is_on=check)
+    answers, fault = _record(SCENARIOS[name], options, out, watch, is_quiet=quiet)
     if json:
         view.print_json(view.answers_object(name, str(out), answers))
     else:
@@ -125,10 +129,11 @@ def run(
                 "run_next", trace=out, command=shlex.quote(command), quoted=shlex.quote(str(out))
             )
         )
+    watch.end(str(out))
 
 
 def _record(
-    scenario: Scenario, options: Options, out: Path, catalog: Catalog, *, is_quiet: bool
+    scenario: Scenario, options: Options, out: Path, watch: Watch, *, is_quiet: bool
 ) -> tuple[list[Answer], str | None]:
     """Run and record. Ctrl-C ends in KeyboardInterrupt.
 
@@ -147,10 +152,11 @@ def _record(
         from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
 
     tap: StoppingTap | None = None
+    catalog = watch.catalog
     try:
         with (
             reporting(catalog, is_quiet=is_quiet) as report,
-            stopping_between_steps(report) as tap,
+            stopping_between_steps(watch.beside(report)) as tap,
             recording(out, tap, options, catalog) as recorder,
             tap.blamed(),
         ):

@@ -57,10 +57,10 @@ def read_trace(
         UnreadableTraceError: no such file, not a trace, or a line that is no record.
         NewerTraceError: the trace's format is of a newer major version.
     """
-    name = source if isinstance(source, str | Path) else "the trace"
-    file = _open(source) if isinstance(source, str | Path) else source
+    name = source if isinstance(source, str | Path) else getattr(source, "name", "the trace")
+    file = open_trace(source) if isinstance(source, str | Path) else source
     with file:
-        yield from _records(_lines(file, name), name, warn or _ignore)
+        yield from _records(raw_lines(file, name), name, warn or _ignore)
 
 
 def read_ranks(
@@ -204,7 +204,7 @@ def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str
     return f"{name}: line {number} is no record ({error}): {shown!r}"
 
 
-def _lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:
+def raw_lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number, line, does it end in a newline) of each line that is not blank."""
     number = 0
     while True:
@@ -229,7 +229,12 @@ def _lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]
             yield number, line, line.endswith(b"\n")
 
 
-def _open(source: str | Path) -> BinaryIO:
+def open_trace(source: str | Path) -> BinaryIO:
+    """Open a trace, decompressed; "-" is stdin.
+
+    Raises:
+        UnreadableTraceError: it cannot be opened.
+    """
     if str(source) == "-":
         return sys.stdin.buffer
     path = Path(source)

@@ -124,7 +124,9 @@ class Replay:
             if as_json:
                 print_line(record_line(record, rank))
             elif console.is_terminal and not console.no_color:
-                console.print(_coloured(log_line(record, self.catalog, rank)), soft_wrap=True)
+                console.print(
+                    coloured_log_line(log_line(record, self.catalog, rank)), soft_wrap=True
+                )
             else:
                 print_line(log_line(record, self.catalog, rank))
         if not is_any_picked:
@@ -150,7 +152,7 @@ class Replay:
         return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
 
 
-def _coloured(line: str) -> Text:
+def coloured_log_line(line: str) -> Text:
     """An event's name stands out; its line is otherwise left as it is."""
     name, separator, _ = line.partition(" | ")
     text = Text(line)

@@ -10,6 +10,9 @@ event structs: a test holds the catalogs against them. An event, field or code t
     [events.PREEMPT]                   title, meaning, when (its phases)
     [events.PREEMPT.fields]            a field that means something of its own in this event
     [events.PREEMPT.codes.reason]      a code of the field `reason`, in words
+    [check.invariants]                 an invariant's title, and what it teaches
+    [check.facts]                      what a finding compares
+    [check.sentences]                  sentences of `nvtrace check`
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Catalog:
         self._fields: dict[str, str] = words["fields"]
         self._events: dict[str, dict[str, Any]] = words["events"]
         self._scenarios: dict[str, dict[str, str]] = words["scenarios"]
+        self._check: dict[str, dict[str, Any]] = words["check"]
 
     def title(self, tag: str) -> str:
         """An event in a few words."""
@@ -66,6 +70,19 @@ class Catalog:
         """A scenario's title and its story in a sentence."""
         words = self._scenarios.get(name, {})
         return str(words.get("title", name)), str(words.get("story", ""))
+
+    def invariant(self, name: str) -> tuple[str, str]:
+        """An invariant's title, and what it teaches."""
+        title, teaches = self._check["invariants"][name]
+        return str(title), str(teaches)
+
+    def fact(self, name: str) -> str:
+        """What a finding compares; an event's own field is called by its name."""
+        return str(self._check["facts"].get(name, name))
+
+    def check(self, key: str, **values: object) -> str:
+        """A sentence of `nvtrace check`, as `ui`."""
+        return str(self._check["sentences"][key]).format_map(values)
 
     def ui(self, key: str, **values: object) -> str:
         """A sentence of the command line.

@@ -1,0 +1,148 @@
+"""nvtrace at: the engine's whole state at one moment of a trace, and conditional breakpoints.
+
+Knows the options. Does not know how a state is found (`nvtrace.snapshots`) or looks
+(`views/at.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.at import Moment, Point
+    from nvtrace.snapshots import Film
+
+_NOT_FOUND = 1
+
+
+class MomentChoice(StrEnum):
+    """The two moments of a step."""
+
+    SCHEDULE = "schedule"
+    END = "end"
+
+
+def at(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Argument(
+            metavar="[STEP]",
+            min=1,
+            help="The engine_step. By default the last one; with --until, all are searched.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    moment: Annotated[
+        MomentChoice | None,
+        typer.Option(help="After the step's schedule, or at its end (the default)."),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="Go on from STEP to where this holds: 'free_blocks < 10', 'event == PREEMPT', "
+            "'3 in waiting and not kv_usage < 0.5'.",
+        ),
+    ] = None,
+    backwards: Annotated[
+        bool, typer.Option("--backwards", help="Search from STEP (or the end) to the start.")
+    ] = False,
+    lang: LangOption = None,
+    json: Annotated[bool, typer.Option("--json", help="The state as one JSON object.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Tables with tabs, without colours.")
+    ] = False,
+) -> None:
+    """Show the engine's state at one moment: queues, requests, KV pages, the step's inputs.
+
+    A first look at a large trace leaves FILE.nvindex beside it, so that the next ones are quick.
+    Data goes to stdout, messages to stderr. Exit codes: 0 shown, 1 the condition holds nowhere, 2
+    wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
+    """
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    if backwards and until is None:
+        raise UsageError("--backwards is a way to search: give --until CONDITION as well")
+    from nvtrace_cli.views import at as view  # noqa: PLC0415 - --help needs no rich
+
+    with _film(file) as film:
+        name = "stdin" if file == "-" else film.path.name
+        found = _look(film, name, step, moment, until, is_backwards=backwards)
+        if json:
+            view.print_json(found)
+        elif plain:
+            view.print_plain(found)
+        else:
+            view.show(found, name, words(lang))
+
+
+def _look(
+    film: Film,
+    name: str,
+    step: int | None,
+    moment: MomentChoice | None,
+    until: str | None,
+    *,
+    is_backwards: bool,
+) -> Moment:
+    from nvtrace.query import QueryError, parse  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.snapshots import NoSuchStepError  # noqa: PLC0415 - the same
+
+    point: Point | None = None
+    if moment is not None:
+        point = "schedule" if moment is MomentChoice.SCHEDULE else "end"
+    try:
+        if until is None:
+            return film.at(step, point or "end")
+        place = film.find(parse(until), step=step, point=point, is_backwards=is_backwards)
+        if place is not None:
+            return film.at(place.step, place.point)
+    except QueryError as error:
+        raise UsageError(f"--until {error}") from error
+    except NoSuchStepError as error:
+        raise UsageError(str(error)) from error
+    where = "" if step is None else f" {'up to' if is_backwards else 'from'} step {step}"
+    say(f"{until} holds nowhere in {name}{where}")
+    raise typer.Exit(_NOT_FOUND)
+
+
+@contextmanager
+def _film(file: str) -> Iterator[Film]:
+    """The trace, ready to be entered anywhere; stdin is kept in a file meanwhile."""
+    from nvtrace.snapshots import Film  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - nor rich
+
+    if file != "-":
+        with reading_bar(file) as watch:
+            film = Film(Path(file), warn=_warn, watch=watch)
+        if film.has_made_index:
+            say(f"{film.index_path} was made, so that the next looks at {file} are quick")
+        yield film
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stdin"
+        with path.open("wb") as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        yield Film(path, warn=_warn)
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

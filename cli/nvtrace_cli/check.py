@@ -1,0 +1,109 @@
+"""nvtrace check: is what a trace tells of an engine true of any right one?
+
+Knows the options, and how a run is checked while it goes on. Does not know an invariant
+(`nvtrace.check`) or how a finding looks (`views/check.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvtrace.catalog import Catalog
+    from nvtrace.events import AnyEvent, Event
+
+_FOUND = 1
+_MOST_LINES = 20  # of a run: what comes later may only follow from what came first
+
+
+def check(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    *,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every finding, not the first ten.")
+    ] = False,
+    lang: LangOption = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per finding.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One finding a line, with tabs, without colours.")
+    ] = False,
+) -> None:
+    """Check a trace against the invariants of an engine, and say which two facts disagree.
+
+    Data goes to stdout, messages to stderr. Exit codes: 0 nothing disagrees, 1 something does, 2
+    wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
+    """
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.views import check as view  # noqa: PLC0415 - nor rich
+
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    records = read_trace(file, warn=lambda message: say(f"warning: {message}"))
+    catalog = words(lang)
+    if json:
+        num_findings = view.print_json(records, catalog)
+    elif plain:
+        num_findings = view.print_plain(records)
+    else:
+        num_findings = view.show(records, catalog, is_all=show_all)
+    if num_findings:
+        raise typer.Exit(_FOUND)
+
+
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Check the engine's invariants while it runs.")
+]
+
+
+class Watch:
+    """Checks a run while it goes on: each finding is a loud line.
+
+    Args:
+        catalog: the words.
+        is_on: check it at all?
+    """
+
+    def __init__(self, catalog: Catalog, *, is_on: bool) -> None:
+        from nvtrace.check import Checker  # noqa: PLC0415 - --help needs no msgspec
+
+        self.catalog = catalog
+        self._checker = Checker()
+        self._is_on = is_on
+
+    def beside(self, tap: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+        """The tap that checks the events, after `tap` has had them; `tap` itself if it is off."""
+        if not self._is_on:
+            return tap
+
+        def both(events: list[Event]) -> None:
+            tap(events)
+            self.take(events)  # type: ignore[arg-type]  # a recorder has no others
+
+        return both
+
+    def take(self, events: list[AnyEvent]) -> None:
+        """Check the events of a step, or of what lay between two."""
+        from nvtrace_cli.views.check import line  # noqa: PLC0415 - --help needs no rich
+
+        for event in events:
+            before = self._checker.num_findings
+            for number, finding in enumerate(self._checker.take(event), start=before):
+                if number < _MOST_LINES:
+                    say(line(finding, self.catalog))
+
+    def end(self, trace: str) -> None:
+        """After the run: leave with an exit code of its own if anything was found."""
+        num_findings = self._checker.num_findings
+        if num_findings:
+            say(self.catalog.check("live_end", findings=num_findings, trace=trace))
+            raise typer.Exit(_FOUND)

@@ -1,0 +1,68 @@
+"""nvtrace diff: two traces, and the first decision that differs.
+
+Knows the options. Does not know what a decision is (`nvtrace.diff`) or how a difference looks
+(`views/diff.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.envelope import Record
+
+_DIFFER = 1
+
+
+def diff(
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A trace; .gz and .zst are read too, - is stdin.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another trace.")],
+    *,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Rows of a table of requests, at most.")
+    ] = 20,
+    lang: LangOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per difference, a summary last.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One difference a line, with tabs, without colours.")
+    ] = False,
+) -> None:
+    """Compare two traces: settings, the first decision that differs, latencies, tokens.
+
+    Who is scheduled, preempted and admitted, and on which pages, are decisions; times are reported
+    and never count. Data goes to stdout, messages to stderr. Exit codes: 0 the same decisions, 1
+    they differ, 2 wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
+    """
+    from nvtrace.diff import diff as compare  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.views import diff as view  # noqa: PLC0415 - nor rich
+
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    if a == b == "-":
+        raise UsageError("stdin holds one trace: name a file for the other")
+    difference = compare(_records(a), _records(b))
+    if json:
+        view.print_json(difference)
+    elif plain:
+        view.print_plain(difference)
+    else:
+        view.show(difference, words(lang), limit)
+    if difference.decision is not None:
+        raise typer.Exit(_DIFFER)
+
+
+def _records(file: str) -> Iterator[Record]:
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+
+    return read_trace(file, warn=lambda message: say(f"warning: {message}"))

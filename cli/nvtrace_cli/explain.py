@@ -1,0 +1,91 @@
+"""nvtrace explain: why a request lived as it did, and why a step was what it was.
+
+Knows the options. Does not know how a reason is found (`nvtrace.explain`) or looks
+(`views/explain.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from nvtrace.explain import RequestStory, StepStory
+
+
+def explain(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    *,
+    seq: Annotated[
+        int | None, typer.Option(metavar="ID", help="Explain this request's life.")
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Explain this step; with --seq, what the request did in it."
+        ),
+    ] = None,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Name the events behind each sentence (event_id).")
+    ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Leave nothing out of a long life.")
+    ] = False,
+    lang: LangOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: the chain as facts.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One sentence a line, with tabs and its proof.")
+    ] = False,
+) -> None:
+    """Explain a request or a step: a chain of reasons, each proved by events of the trace.
+
+    A request: why it waited in each step, what it shared, when and for whom it was preempted, why
+    it ended, where its time went. A step: why its batch had that size, how it ran, and whether it
+    was slow: more than 1.5 times the median of the other steps of its phase and graph size (or,
+    without a graph, number of tokens up to the next power of two).
+
+    Data goes to stdout, messages to stderr. Exit codes: 0 explained, 2 wrong usage (no such request
+    or step), 3 not a readable trace, 4 a trace newer than this nvtrace.
+    """
+    if seq is None and step is None:
+        raise UsageError("what is to be explained? give --seq ID (a request), --step N, or both")
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    from nvtrace.explain import NotInTraceError, RequestStory  # noqa: PLC0415 - --help needs none
+    from nvtrace_cli.views import explain as view  # noqa: PLC0415 - nor rich
+
+    try:
+        story = _story(file, seq, step)
+    except NotInTraceError as error:
+        raise UsageError(f"{file}: {error}") from error
+    if json:
+        view.print_json(story)
+    elif plain:
+        view.print_plain(story, words(lang))
+    elif isinstance(story, RequestStory):
+        view.show_request(story, step, words(lang), has_proof=proof, is_all=show_all)
+    else:
+        view.show_step(story, words(lang), has_proof=proof)
+
+
+def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepStory:
+    from nvtrace.explain import explain_request, explain_step  # noqa: PLC0415 - --help needs none
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
+    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
+
+    records = read_trace(file, warn=lambda message: say(f"warning: {message}"))
+    try:
+        if seq is None and step is not None:
+            return explain_step(records, step)
+        return explain_request(records, seq or 0, step)
+    except InconsistentTraceError as error:
+        raise InconsistentTraceError(f"{file}: {error}") from error

@@ -1,0 +1,141 @@
+"""nvtrace export: a trace in the formats of other tools.
+
+Knows the options, and where an export goes. Does not know a format (`nvtrace.export`).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import OUTPUT_FAILED, CommandError, UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from nvtrace.envelope import Record
+
+
+class Format(StrEnum):
+    """What to make of a trace."""
+
+    PERFETTO = "perfetto"
+    OTLP = "otlp"
+    PROMETHEUS = "prometheus"
+    PARQUET = "parquet"
+    CSV = "csv"
+
+
+_FOLDER_MODULES = {Format.PARQUET: "parquet_tables", Format.CSV: "csv_tables"}
+
+
+class _OutputError(CommandError):
+    """The export's own file cannot be written."""
+
+    exit_code = OUTPUT_FAILED
+
+
+def export(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    *,
+    to: Annotated[
+        Format, typer.Option("--to", help="A timeline, spans, totals, or tables (a folder).")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Where it goes; stdout if it is no folder."),
+    ] = None,
+    lang: LangOption = None,
+) -> None:
+    """Put a trace into another tool's format: Perfetto, OpenTelemetry, Prometheus, Parquet, CSV.
+
+    Data goes to stdout or PATH, messages to stderr. Exit codes: 0 exported, 2 wrong usage, 3 not a
+    readable trace, 4 a trace newer than this nvtrace, 74 PATH cannot be written.
+    """
+    if str(out) == "-":
+        out = None
+    module = _FOLDER_MODULES.get(to)
+    if module is None:
+        number, unit = _export_lines(file, to.value, out), "export_lines"
+    else:
+        number, unit = _export_folder(file, module, to, out), "export_rows"
+    if out is not None:
+        catalog = words(lang)
+        say(catalog.ui("export_done", out=out, amount=catalog.ui(unit, number=f"{number:,}")))
+
+
+def _export_lines(file: str, module: str, out: Path | None) -> int:
+    """Write a format of lines. Returns how many there are."""
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+
+    to_lines: Callable[[Iterable[Record]], Iterator[str]]
+    to_lines = import_module(f"nvtrace.export.{module}").lines
+    lines = to_lines(read_trace(file, warn=_warn))
+    num_lines = 0
+    if out is None:
+        for line in lines:
+            sys.stdout.write(line + "\n")
+        return num_lines
+    _refuse(file, out)
+    unfinished = out.with_name(f"{out.name}.part")  # what was there stays until this one is whole
+    with _writing(out):
+        try:
+            with unfinished.open("w", encoding="utf-8", newline="\n") as stream:
+                for line in lines:
+                    stream.write(line + "\n")
+                    num_lines += 1
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return num_lines
+
+
+def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
+    """Write a format of tables. Returns how many rows there are."""
+    from nvtrace.export import ExportError  # noqa: PLC0415 - --help needs no formats
+    from nvtrace.reader import read_ranks  # noqa: PLC0415 - nor msgspec
+
+    if out is None:
+        raise UsageError(f"--to {to} makes many files: name a folder for them with --out")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is no folder, and --to {to} needs one")
+    write: Callable[[Iterable[tuple[int, Record]], Path], int]
+    write = import_module(f"nvtrace.export.{module}").write
+    try:
+        with _writing(out):
+            return write(read_ranks(file, warn=_warn), out)
+    except ExportError as error:
+        raise UsageError(str(error)) from error
+
+
+def _refuse(file: str, out: Path) -> None:
+    """Never write where somebody else's work may lie."""
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder: name a file in it")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    if file != "-" and out.exists() and Path(file).exists() and out.samefile(file):
+        raise UsageError(f"--out {out} is the trace itself: name another file")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """The disk's own errors in a sentence; those of the trace are the reader's."""
+    try:
+        yield
+    except OSError as error:
+        raise _OutputError(f"{out} cannot be written ({error.strerror or error})") from error
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

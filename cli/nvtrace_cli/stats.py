@@ -1,0 +1,109 @@
+"""nvtrace stats: how long requests waited, and what the run made of its machine.
+
+Knows the options and how the trace is read through. Does not know what a metric is
+(`nvtrace.metrics`) or looks like (`views/stats.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nvtrace.envelope import Record
+    from nvtrace.metrics import RequestMetrics, RunMetrics
+
+
+def stats(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    *,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Rows of the table of requests, at most.")
+    ] = 20,
+    lang: LangOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per ended request, the run's last.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Two tables with tabs: all requests, then the run.")
+    ] = False,
+) -> None:
+    """Measure a recorded run: latencies, throughput, batches, KV pages.
+
+    TTFT, ITL, TPOT, queue, prefill, decode and end-to-end times are vLLM's and OpenTelemetry's;
+    docs/metrics.md defines each. Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2
+    wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
+    """
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    from nvtrace_cli.views import stats as view  # noqa: PLC0415 - --help needs no rich
+    from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
+
+    with reading_bar(file) as watch:
+        measured = _measure(file, watch)
+        if json:
+            view.print_json(measured)
+        elif plain:
+            view.print_plain(measured)
+        else:
+            first, num_requests, run = _first_requests(measured, limit)
+    if not json and not plain:
+        view.show(first, num_requests, run, words(lang))
+
+
+def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics | RunMetrics]:
+    """The requests as they end, the run at last."""
+    from nvtrace.measure import Measure  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
+
+    measure = Measure()
+    try:
+        for record in _records(file, watch):
+            yield from measure.apply(record)
+    except InconsistentTraceError as error:
+        raise InconsistentTraceError(f"{file}: {error}") from error
+    yield measure.run()
+
+
+def _records(file: str, watch: Callable[[int], None]) -> Iterator[Record]:
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+
+    path = Path(file)
+    is_plain = path.is_file() and path.suffix not in {".gz", ".zst"} and os.access(path, os.R_OK)
+    if not is_plain:
+        yield from read_trace(file, warn=_warn)
+        return
+    with path.open("rb") as opened:
+        for record in read_trace(opened, warn=_warn):
+            watch(opened.tell())
+            yield record
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")
+
+
+def _first_requests(
+    measured: Iterator[RequestMetrics | RunMetrics], limit: int
+) -> tuple[list[RequestMetrics], int, RunMetrics]:
+    """The requests that ended first, how many there were, and the run."""
+    from nvtrace.metrics import RunMetrics  # noqa: PLC0415 - --help needs no metrics
+
+    first: list[RequestMetrics] = []
+    for num_before, item in enumerate(measured):
+        if isinstance(item, RunMetrics):
+            return first, num_before, item
+        if num_before < limit:
+            first.append(item)
+    raise AssertionError("the run's metrics come last")

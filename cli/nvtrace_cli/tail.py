@@ -1,0 +1,58 @@
+"""nvtrace tail: follow a run that is still being written, from another terminal.
+
+Knows the options, and how often to look. Does not know how a line looks (`views/tail.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def tail(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The trace, there or not yet; .gz and .zst too.")
+    ],
+    *,
+    event: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="These events only: 'SCHEDULE_*', preempt ..")
+    ] = None,
+    seq: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="This request only (may be repeated).")
+    ] = None,
+    lang: LangOption = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
+) -> None:
+    """Follow a run's log while the run goes on, up to its end.
+
+    Ctrl-C stops watching, and not the run. Exit codes: 0 the run has ended, 2 wrong usage, 3 not a
+    readable trace, 4 a trace newer than this nvtrace, 130 stopped.
+    """
+    from nvtrace.follow import follow_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace_cli.selection import Selection  # noqa: PLC0415 - the same
+    from nvtrace_cli.views.tail import Log  # noqa: PLC0415 - nor rich
+
+    if file == "-":
+        raise UsageError("tail follows a file; `nvtrace replay - --view log` reads stdin")
+    catalog = words(lang)
+    log = Log(Selection.parse(None, seq or [], event), catalog, as_json=json)
+
+    def pause() -> None:
+        log.flush()
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    for record in follow_trace(
+        Path(file),
+        pause=pause,
+        missing=lambda: say(catalog.ui("tail_waiting", file=file)),
+        warn=lambda message: say(f"warning: {message}"),
+    ):
+        log.show(record)

@@ -1,0 +1,301 @@
+"""An engine's state at one moment, on the terminal or for other programs.
+
+Knows tables, and in which order a state is told. Does not know how it was found
+(`nvtrace.snapshots`) or how the pool is drawn (`pool_map.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from nvtrace import events as ev
+from nvtrace_cli.views.console import glyphs, make_console
+from nvtrace_cli.views.machine import json_line
+from nvtrace_cli.views.pool_map import pool_legend, pool_map
+from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.text import count, escape, ids, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console, JustifyMethod, RenderableType
+
+    from nvtrace.at import Inputs, Moment, SlotRun
+    from nvtrace.catalog import Catalog
+    from nvtrace.replay import SequenceState, State
+
+_NOTHING = "-"
+_MOST_IDS = 16
+_MOST_QUEUED = 64
+_MOST_RUNS = 24
+_REQUEST_COLUMNS = (
+    *("seq_id", "status", "finish_reason", "num_prompt_tokens", "num_completion_tokens"),
+    *("max_tokens", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "block_table"),
+)
+_STATUS_STYLES = {"WAITING": "waiting", "RUNNING": "decode", "FINISHED": "ended"}
+
+
+def print_json(moment: Moment) -> None:
+    """The moment as one object."""
+    _print_line(json_line(moment_object(moment)))
+
+
+def moment_object(moment: Moment) -> dict[str, Any]:
+    """A moment's facts; pages that are free and empty have no entry among `blocks`."""
+    state, inputs = moment.state, moment.inputs
+    return {
+        "engine_step": moment.step,
+        "moment": moment.point,
+        "phase": _phase(moment),
+        "reason": None if moment.schedule is None else moment.schedule.reason,
+        "scheduled": [] if moment.schedule is None else moment.schedule.seq_ids,
+        "waiting": state.waiting,
+        "running": state.running,
+        "requests": list(map(_request_object, _requests(moment))),
+        "pool": {
+            "block_size": state.block_size,
+            "num_blocks": state.num_blocks,
+            "num_free_blocks": len(state.free_blocks),
+            "num_cached_blocks": len(state.cached_blocks),
+            "free_blocks": list(state.free_blocks),
+            "blocks": [
+                {"block_id": block, "ref_count": refs, "hash": state.block_hashes.get(block)}
+                for block, refs in enumerate(state.ref_counts)
+                if refs or block in state.block_hashes
+            ],
+        },
+        "inputs": None if inputs is None else _inputs_object(inputs),
+        "events": [ev.tag_of(event) for event in moment.news],
+    }
+
+
+def _request_object(seq: SequenceState) -> dict[str, Any]:
+    return {
+        "seq_id": seq.seq_id,
+        "status": seq.status,
+        "finish_reason": seq.finish_reason,
+        "num_prompt_tokens": seq.prompt_len,
+        "num_completion_tokens": seq.num_completion_tokens,
+        "max_tokens": seq.max_tokens,
+        "num_computed_tokens": seq.num_computed_tokens,
+        "num_cached_tokens": seq.num_cached_tokens,
+        "num_preemptions": seq.num_preemptions,
+        "block_table": seq.block_table,
+        "token_ids": seq.token_ids,
+    }
+
+
+def _inputs_object(inputs: Inputs) -> dict[str, Any]:
+    runs = inputs.runs
+    return {
+        "num_tokens": inputs.num_tokens,
+        "input_ids": [token_id for run in runs for token_id in run.token_ids],
+        "positions": [p for run in runs for p in range(run.first_position, run.last_position + 1)],
+        "slot_mapping": [s for run in runs for s in range(run.first_slot, run.last_slot + 1)],
+        "cu_seqlens_q": inputs.cu_seqlens_q,
+        "cu_seqlens_k": inputs.cu_seqlens_k,
+        "context_lens": inputs.context_lens,
+        "runs": runs,
+    }
+
+
+def print_plain(moment: Moment) -> None:
+    """Four tables with tabs, an empty line between two: the state, requests, pages, inputs."""
+    state = moment.state
+    _print_row("engine_step", moment.step)
+    _print_row("moment", moment.point)
+    _print_row("phase", _phase(moment) or "")
+    _print_row("waiting", *state.waiting)
+    _print_row("running", *state.running)
+    _print_row("num_blocks", state.num_blocks)
+    _print_row("block_size", state.block_size)
+    _print_row("free_blocks", len(state.free_blocks))
+    _print_line("")
+    _print_row(*_REQUEST_COLUMNS)
+    for seq in _requests(moment):
+        request = _request_object(seq)
+        _print_row(*(_plain(request[name]) for name in _REQUEST_COLUMNS))
+    _print_line("")
+    _print_row("block_id", "ref_count", "hash")
+    for block, refs in enumerate(state.ref_counts):
+        if refs or block in state.block_hashes:
+            _print_row(block, refs, state.block_hashes.get(block, ""))
+    _print_line("")
+    _print_row("seq_id", "first_position", "last_position", "block_id", "first_slot", "last_slot")
+    for run in () if moment.inputs is None else moment.inputs.runs:
+        positions = (run.first_position, run.last_position)
+        _print_row(run.seq_id, *positions, run.block_id, run.first_slot, run.last_slot)
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _print_row(*cells: object) -> None:
+    _print_line("\t".join(escape(str(cell)) for cell in cells))
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def show(moment: Moment, name: str, catalog: Catalog) -> None:
+    """The state: queues, requests, the pool as a map, the step's inputs."""
+    console = make_console()
+    for part in _parts(moment, name, catalog, console):
+        console.print(part)
+
+
+def _parts(
+    moment: Moment, name: str, catalog: Catalog, console: Console
+) -> Iterator[RenderableType]:
+    state = moment.state
+    yield _heading(moment, name, catalog)
+    yield _queues(moment, catalog)
+    requests = _requests(moment)
+    if requests:
+        yield Text()
+        yield Text(catalog.ui("at_requests_title"), style="heading")
+        yield _request_table(requests, catalog, console.width)
+    if state.num_blocks:
+        yield Text()
+        title = catalog.ui(
+            "at_pool_title", num_blocks=count(state.num_blocks), block_size=state.block_size
+        )
+        yield Text(title, style="heading")
+        yield from pool_map(state, catalog, console)
+        yield pool_legend(state, catalog, console)
+    if moment.inputs is not None:
+        yield Text()
+        yield from _inputs(moment.inputs, state.block_size, catalog, console)
+
+
+def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
+    where = catalog.ui(f"at_heading_{moment.point}", step=count(moment.step), name=escape(name))
+    phase, schedule = _phase(moment), moment.schedule
+    if schedule is None or phase is None:
+        return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
+    reason = catalog.reason(ev.tag_of(schedule), schedule.reason)
+    return Prose((where, "heading"), (f"{phase}: {reason}", phase))
+
+
+def _queues(moment: Moment, catalog: Catalog) -> Table:
+    """Both queues in their order, and the pages that would be taken next."""
+    state = moment.state
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="label", no_wrap=True)
+    grid.add_column()
+    for name in ("running", "waiting"):
+        queue: list[int] = getattr(state, name)
+        line = catalog.ui("at_queue", count=count(len(queue)), ids=ids(queue, _MOST_QUEUED))
+        line = line if queue else _NOTHING
+        grid.add_row(Text(catalog.ui(f"at_{name}")), Prose((line, "" if queue else "quiet")))
+    scheduled = [] if moment.schedule is None else moment.schedule.seq_ids
+    batch = ids(scheduled, _MOST_QUEUED) or _NOTHING
+    grid.add_row(Text(catalog.ui("at_batch")), Prose((batch, "" if scheduled else "quiet")))
+    free = list(state.free_blocks)
+    line = catalog.ui("at_queue", count=count(len(free)), ids=ids(free, _MOST_IDS))
+    grid.add_row(Text(catalog.ui("at_free")), Prose((line if free else _NOTHING, "")))
+    return grid
+
+
+def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) -> Table:
+    names = ("seq", "status", "prompt", "output", "computed", "cached")
+    table = _table([catalog.ui(f"at_column_{name}") for name in names], left={1})
+    table.add_column(Text(catalog.ui("at_column_table")), ratio=1, overflow="fold")
+    room = width // 8
+    for seq in requests:
+        status = seq.finish_reason or seq.status
+        table.add_row(
+            Text(str(seq.seq_id)),
+            Text(escape(status), style=_STATUS_STYLES[seq.status]),
+            Text(count(seq.prompt_len)),
+            Text(f"{seq.num_completion_tokens}/{seq.max_tokens}"),
+            Text(count(seq.num_computed_tokens)),
+            Text(count(seq.num_cached_tokens), style="" if seq.num_cached_tokens else "quiet"),
+            Text(ids(seq.block_table, room) or _NOTHING),
+        )
+    return table
+
+
+def _inputs(
+    inputs: Inputs, block_size: int, catalog: Catalog, console: Console
+) -> Iterator[RenderableType]:
+    title = catalog.ui("at_inputs_title", num_tokens=count(inputs.num_tokens))
+    yield Text(title, style="heading")
+    names = ("seq", "positions", "input_ids", "page", "slots")
+    table = _table([catalog.ui(f"at_column_{name}") for name in names], left={2, 3, 4})
+    times = glyphs(console).times
+    for run in inputs.runs[:_MOST_RUNS]:
+        tokens = " ".join(map(str, run.token_ids[:_MOST_IDS]))
+        table.add_row(
+            Text(str(run.seq_id)),
+            Text(_range(run.first_position, run.last_position)),
+            Text(shorten(tokens, max(console.width - 62, 8)), style="quiet"),
+            Text(f"[{run.block_index}] = {run.block_id}"),
+            Text(_arithmetic(run, block_size, times)),
+        )
+    yield table
+    if len(inputs.runs) > _MOST_RUNS:
+        rest = catalog.ui("at_more", count=count(len(inputs.runs) - _MOST_RUNS))
+        yield Text(rest, style="quiet")
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
+        numbers = ", ".join(map(str, getattr(inputs, name)))
+        yield Text(shorten(f"{name:<12}  {numbers}", console.width), style="quiet")
+
+
+def _arithmetic(run: SlotRun, block_size: int, times: str) -> str:
+    """The slots as a sum: "3 x 256 + 5 = 773", "0 x 256 + 0..10 = 0..10"."""
+    page = run.block_id * block_size
+    offsets = _range(run.first_slot - page, run.last_slot - page)
+    slots = _range(run.first_slot, run.last_slot)
+    return f"{run.block_id} {times} {block_size} + {offsets} = {slots}"
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}..{last}"
+
+
+def _table(columns: list[str], left: set[int]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        header_style="label",
+    )
+    for place, name in enumerate(columns):
+        justify: JustifyMethod = "left" if place in left else "right"
+        table.add_column(Text(name), justify=justify, no_wrap=True)
+    return table
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def _requests(moment: Moment) -> list[SequenceState]:
+    """Those that run and those that wait, in order; then those that ended since the step before."""
+    state: State = moment.state
+    queued = [state.sequences[seq_id] for seq_id in (*state.running, *state.waiting)]
+    return queued + [seq for seq in state.sequences.values() if seq.status == "FINISHED"]
+
+
+def _phase(moment: Moment) -> str | None:
+    match moment.schedule:
+        case ev.SchedulePrefill():
+            return "prefill"
+        case ev.ScheduleDecode():
+            return "decode"
+        case ev.ScheduleMixed():
+            return "mixed"
+    return None

@@ -1,0 +1,260 @@
+"""Two traces' differences, on the terminal or for other programs.
+
+Knows tables and sentences. Does not know what a decision is (`nvtrace.diff`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nvtrace_cli.views.console import make_console
+from nvtrace_cli.views.machine import json_line
+from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.text import count, duration, escape, ids, shorten
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nvtrace.catalog import Catalog
+    from nvtrace.diff import Decision, Difference, Latency, Side
+    from nvtrace.metrics import RequestMetrics
+
+_NOTHING = "-"
+_VALUE_WIDTH = 30
+_OF_AN_EVENT = ("reason", "seq_id", "seq_ids", "block_ids")
+
+
+def print_json(difference: Difference) -> None:
+    """One object a line: kinds "setting", "decision", "latency", "tokens", "summary" last.
+
+    Times are in nanoseconds, ratios are B / A.
+    """
+    for fields in _objects(difference):
+        sys.stdout.write(json_line(fields) + "\n")
+
+
+def _objects(difference: Difference) -> list[dict[str, Any]]:
+    objects: list[dict[str, Any]] = [
+        {"kind": "setting"} | asdict(setting) for setting in difference.settings
+    ]
+    if difference.decision is not None:
+        objects.append({"kind": "decision"} | asdict(difference.decision))
+    objects += [_latency_object(latency) for latency in difference.latencies]
+    objects += [{"kind": "tokens"} | asdict(tokens) for tokens in difference.tokens]
+    return [
+        *objects,
+        {
+            "kind": "summary",
+            "is_same": difference.decision is None,
+            "num_decisions": difference.num_decisions,
+            "num_settings": len(difference.settings),
+            "num_requests": len(difference.tokens) + difference.num_same_tokens,
+            "num_same_tokens": difference.num_same_tokens,
+            "num_untimed": difference.num_untimed,
+            "only_a": difference.only_a,
+            "only_b": difference.only_b,
+            "ttft_ratio": difference.ttft_ratio,
+            "e2e_ratio": difference.e2e_ratio,
+        },
+    ]
+
+
+def _latency_object(latency: Latency) -> dict[str, Any]:
+    def times(request: RequestMetrics) -> dict[str, int | None]:
+        return {"ttft_ns": request.time_to_first_token_ns, "e2e_ns": request.e2e_request_latency_ns}
+
+    return {
+        "kind": "latency",
+        "seq_id": latency.seq_id,
+        "a": times(latency.a),
+        "b": times(latency.b),
+        "ttft_ratio": latency.ttft_ratio,
+        "e2e_ratio": latency.e2e_ratio,
+    }
+
+
+def print_plain(difference: Difference) -> None:
+    """One difference a line, with tabs: kind, name, A's value, B's value."""
+    lines: list[tuple[str, ...]] = [("kind", "name", "a", "b")]
+    lines += [("setting", s.name, _json(s.a), _json(s.b)) for s in difference.settings]
+    decision = difference.decision
+    if decision is not None:
+        a, b = decision.a, decision.b
+        lines += [
+            ("decision", "step", _json(a.step), _json(b.step)),
+            ("decision", "event", _json(a.event), _json(b.event)),
+            ("decision", decision.field, _json(a.value), _json(b.value)),
+            ("state", "waiting", _json(a.state.waiting), _json(b.state.waiting)),
+            ("state", "running", _json(a.state.running), _json(b.state.running)),
+            ("state", "free_blocks", str(a.state.num_free_blocks), str(b.state.num_free_blocks)),
+        ]
+    for latency in difference.latencies:
+        for name in ("time_to_first_token_ns", "e2e_request_latency_ns"):
+            values = (_json(getattr(side, name)) for side in (latency.a, latency.b))
+            lines.append((name, str(latency.seq_id), *values))
+    for tokens in difference.tokens:
+        name = f"{tokens.seq_id}[{tokens.index}]"
+        lines.append(("tokens", name, _json(tokens.a), _json(tokens.b)))
+    for line in lines:
+        sys.stdout.write("\t".join(map(escape, line)) + "\n")
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def show(difference: Difference, catalog: Catalog, limit: int) -> None:
+    """All that differs, settings first.
+
+    Args:
+        difference: what to show.
+        catalog: the words.
+        limit: rows of a table of requests, at most.
+    """
+    console = make_console()
+    _show_settings(console, difference, catalog)
+    _show_decision(console, difference, catalog)
+    _show_latencies(console, difference, catalog, limit)
+    _show_tokens(console, difference, catalog, limit)
+    for name, only in (("A", difference.only_a), ("B", difference.only_b)):
+        if only:
+            console.print(Text(catalog.ui("diff_only", trace=name, ids=ids(only))))
+
+
+def _show_settings(console: Console, difference: Difference, catalog: Catalog) -> None:
+    if not difference.settings:
+        console.print(Text(catalog.ui("diff_same_settings")))
+        return
+    console.print(Text(catalog.ui("diff_settings_title"), style="heading"))
+    table = _table([catalog.ui("diff_column_setting"), "A", "B"])
+    for setting in difference.settings:
+        table.add_row(escape(setting.name), _short(setting.a), _short(setting.b))
+    console.print(table)
+
+
+def _show_decision(console: Console, difference: Difference, catalog: Catalog) -> None:
+    console.print()
+    decision = difference.decision
+    number = count(difference.num_decisions)
+    if decision is None:
+        console.print(Text(catalog.ui("diff_same_decisions", count=number), style="heading"))
+        return
+    console.print(Text(catalog.ui("diff_decision_title"), style="heading"))
+    sentence = catalog.ui("diff_decision", count=number, step=decision.after_step)
+    console.print(Padding(Prose((sentence, "")), (0, 0, 0, 2)))
+    console.print(Padding(_decision_table(decision, catalog), (0, 0, 0, 2)))
+
+
+def _decision_table(decision: Decision, catalog: Catalog) -> Table:
+    a, b = decision.a, decision.b
+    table = _table(["", "A", "B"])
+
+    def row(label: str, left: object, right: object, style: str = "") -> None:
+        table.add_row(Text(label, style="label"), _short(left), _short(right), style=style)
+
+    row(catalog.ui("diff_row_step"), _step(a, catalog), _step(b, catalog))
+    row(catalog.ui("diff_row_event"), a.event or _NOTHING, b.event or _NOTHING)
+    shown = _OF_AN_EVENT if decision.field in {"event", "step"} else (decision.field,)
+    for name in shown:
+        if name in a.facts or name in b.facts:
+            row(name, a.facts.get(name), b.facts.get(name), "error")
+    row("waiting", ids(a.state.waiting) or _NOTHING, ids(b.state.waiting) or _NOTHING)
+    row("running", ids(a.state.running) or _NOTHING, ids(b.state.running) or _NOTHING)
+    row(catalog.ui("diff_row_free"), a.state.num_free_blocks, b.state.num_free_blocks)
+    row(catalog.ui("diff_row_cached"), a.state.num_cached_blocks, b.state.num_cached_blocks)
+    return table
+
+
+def _step(side: Side, catalog: Catalog) -> str:
+    if side.event is None:
+        return catalog.ui("diff_over")
+    return catalog.ui("diff_between") if side.step is None else str(side.step)
+
+
+def _show_latencies(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
+    if difference.num_untimed:
+        sentence = catalog.ui("diff_untimed", count=count(difference.num_untimed))
+        console.print("", Text(sentence, style="warning"), sep="\n")
+    if not difference.latencies:
+        return
+    console.print()
+    console.print(Text(catalog.ui("diff_latency_title"), style="heading"))
+    seq, ratio = catalog.ui("diff_column_seq"), "B/A"
+    e2e = catalog.ui("diff_column_e2e")
+    table = _table([seq, "TTFT A", "TTFT B", ratio, f"{e2e} A", f"{e2e} B", ratio])
+    for latency in difference.latencies[:limit]:
+        a, b = latency.a, latency.b
+        table.add_row(
+            str(latency.seq_id),
+            _time(a.time_to_first_token_ns),
+            _time(b.time_to_first_token_ns),
+            _ratio(latency.ttft_ratio),
+            _time(a.e2e_request_latency_ns),
+            _time(b.e2e_request_latency_ns),
+            _ratio(latency.e2e_ratio),
+        )
+    median, ttft = catalog.ui("diff_median"), difference.ttft_ratio
+    cells = (median, "", "", _ratio(ttft), "", "", _ratio(difference.e2e_ratio))
+    table.add_row(*cells, style="heading")
+    console.print(table)
+    _show_rest(console, len(difference.latencies), catalog, limit)
+
+
+def _show_tokens(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
+    console.print()
+    same, total = difference.num_same_tokens, difference.num_same_tokens + len(difference.tokens)
+    sentence = catalog.ui("diff_tokens", same=count(same), total=count(total))
+    console.print(Text(sentence, style="heading"))
+    if not difference.tokens:
+        return
+    columns = ("seq", "index", "token_a", "token_b", "num_a", "num_b")
+    table = _table([catalog.ui(f"diff_column_{name}") for name in columns])
+    for tokens in difference.tokens[:limit]:
+        cells = (tokens.seq_id, tokens.index, tokens.a, tokens.b, tokens.num_a, tokens.num_b)
+        table.add_row(*(_NOTHING if cell is None else str(cell) for cell in cells))
+    console.print(table)
+    _show_rest(console, len(difference.tokens), catalog, limit)
+
+
+def _show_rest(console: Console, total: int, catalog: Catalog, limit: int) -> None:
+    if total > limit:
+        rest = catalog.ui("diff_more", count=count(total - limit))
+        console.print(Text(rest, style="quiet"))
+
+
+def _table(columns: list[str]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        header_style="label",
+    )
+    for name in columns:
+        table.add_column(Text(name), no_wrap=True)
+    return table
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return _NOTHING
+    text = value if isinstance(value, str) else _json(value)
+    return shorten(escape(text), _VALUE_WIDTH)
+
+
+def _json(value: object) -> str:
+    return json_line(value)
+
+
+def _time(nanoseconds: float | None) -> str:
+    return _NOTHING if nanoseconds is None else duration(nanoseconds).replace(" ", "")
+
+
+def _ratio(ratio: float | None) -> str:
+    return _NOTHING if ratio is None else f"{ratio:.2f}"

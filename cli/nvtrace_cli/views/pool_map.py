@@ -1,0 +1,122 @@
+"""The pool of KV pages as a map, one small cell a page.
+
+       0  ▓▓▓▓▓▓▓▓ 22██████ ░░░░░░░░ ········
+      32  ········ ········ ········ ········
+
+Knows cells, rows and colours. Does not know requests (`at.py` lists their tables).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from rich.text import Text
+
+from nvtrace_cli.views.prose import NO_BREAK_SPACE, Prose
+from nvtrace_cli.views.text import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from nvtrace.catalog import Catalog
+    from nvtrace.replay import State
+
+Kind = Literal["free", "cached", "used", "published", "shared"]
+_STYLES: dict[Kind, str] = {
+    "free": "quiet",
+    "cached": "waiting",
+    "used": "decode",
+    "published": "prefill",
+    "shared": "mixed",
+}
+_UNICODE: dict[Kind, str] = {"free": "·", "cached": "░", "used": "█", "published": "▓"}
+_ASCII: dict[Kind, str] = {"free": ".", "cached": "c", "used": "#", "published": "p"}
+_LARGEST_DIGIT = 9
+_GROUP = 8
+_MOST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    kind: Kind
+    glyph: str
+
+
+def pool_map(state: State, catalog: Catalog, console: Console) -> Iterator[Text]:
+    """Rows of cells; many rows that are all alike are told instead of drawn."""
+    cells = _cells(state, _glyphs(console))
+    label_width = len(count(state.num_blocks)) + 2
+    per_row = _cells_per_row(console.width - label_width - 2)
+    rows = [(start, cells[start : start + per_row]) for start in range(0, len(cells), per_row)]
+    lines = []
+    for only_cell, group in groupby(rows, key=lambda row: _only_cell(row[1])):
+        (start, row), *others = list(group)
+        lines.append(_line(start, row, label_width))
+        if only_cell is not None and len(others) > 1:
+            num_alike = sum(len(row) for _, row in others)
+            told = catalog.ui("at_alike", count=count(num_alike))
+            lines.append(Text(f"{'...':>{label_width}}  {told}", style="quiet"))
+        else:
+            lines += [_line(start, row, label_width) for start, row in others]
+    yield from lines[:_MOST_ROWS]
+    if len(lines) > _MOST_ROWS:
+        yield Text(catalog.ui("at_more", count=count(len(lines) - _MOST_ROWS)), style="quiet")
+
+
+def pool_legend(state: State, catalog: Catalog, console: Console) -> Prose:
+    """What each cell stands for, and how many there are of it."""
+    shapes = _glyphs(console)
+    counts = Counter(cell.kind for cell in _cells(state, shapes))
+    parts = []
+    for kind in _STYLES:
+        name = catalog.ui(f"at_kind_{kind}")
+        part = " ".join((shapes.get(kind, "2-9"), name, count(counts[kind])))
+        parts.append(part.replace(" ", NO_BREAK_SPACE))  # a line breaks between parts only
+    return Prose(("   ".join(parts), "quiet"))
+
+
+def _glyphs(console: Console) -> dict[Kind, str]:
+    return _UNICODE if console.encoding.startswith("utf") else _ASCII
+
+
+def _cells(state: State, shapes: dict[Kind, str]) -> list[_Cell]:
+    kinds = {kind: _Cell(kind, glyph) for kind, glyph in shapes.items()}
+    cells = []
+    for block_id, num_refs in enumerate(state.ref_counts):
+        is_published = block_id in state.block_hashes
+        if num_refs > 1:
+            glyph = str(num_refs) if num_refs <= _LARGEST_DIGIT else "+"
+            cells.append(_Cell("shared", glyph))
+        elif num_refs:
+            cells.append(kinds["published" if is_published else "used"])
+        else:
+            cells.append(kinds["cached" if is_published else "free"])
+    return cells
+
+
+def _only_cell(row: list[_Cell]) -> _Cell | None:
+    """The cell that all of a row are; None if they differ."""
+    return row[0] if all(cell == row[0] for cell in row) else None
+
+
+def _cells_per_row(width: int) -> int:
+    """The largest power of two that fits with a gap after each eight, at least eight."""
+    number = _GROUP
+    while 2 * number + 2 * number // _GROUP - 1 <= width:
+        number *= 2
+    return number
+
+
+def _line(start: int, row: list[_Cell], label_width: int) -> Text:
+    line = Text(f"{count(start):>{label_width}}  ", style="", no_wrap=True)
+    for place, cell in enumerate(row):
+        if place and place % _GROUP == 0:
+            line.append(" ")
+        line.append(cell.glyph, style=_STYLES[cell.kind])
+    line.stylize("label", 0, label_width)
+    return line

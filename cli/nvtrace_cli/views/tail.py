@@ -1,0 +1,55 @@
+"""A log that grows: the lines of `nvtrace replay --view log`, as they come.
+
+Knows which records are shown, and when they must be seen. Does not know how a line is put into
+words (`log.py`), or where records come from.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from nvtrace.envelope import Footer, Header
+from nvtrace_cli.views.console import make_console
+from nvtrace_cli.views.log import log_line
+from nvtrace_cli.views.machine import record_line
+from nvtrace_cli.views.replay import coloured_log_line, print_line
+
+if TYPE_CHECKING:
+    from nvtrace.catalog import Catalog
+    from nvtrace.envelope import Record
+    from nvtrace_cli.selection import Selection
+
+
+class Log:
+    """Shows records one by one.
+
+    Args:
+        selection: what to show.
+        catalog: the words.
+        as_json: each as it stands in the trace.
+    """
+
+    def __init__(self, selection: Selection, catalog: Catalog, *, as_json: bool) -> None:
+        self._selection = selection
+        self._catalog = catalog
+        self._as_json = as_json
+        self._console = make_console()
+
+    def show(self, record: Record) -> None:
+        """Show one, if it is wanted."""
+        if isinstance(record, Header | Footer):
+            if self._as_json and self._selection.is_everything:
+                print_line(record_line(record))
+        elif not self._selection.picks_event(record):
+            pass
+        elif self._as_json:
+            print_line(record_line(record))
+        elif self._console.is_terminal and not self._console.no_color:
+            self._console.print(coloured_log_line(log_line(record, self._catalog)), soft_wrap=True)
+        else:
+            print_line(log_line(record, self._catalog))
+
+    def flush(self) -> None:
+        """There is nothing new: let what was shown be seen, also behind a pipe."""
+        sys.stdout.flush()

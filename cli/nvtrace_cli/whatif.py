@@ -1,0 +1,152 @@
+"""nvtrace whatif: a recorded workload under other settings, without its model.
+
+Knows the options. Does not know how a workload is run again (`nvtrace.whatif`) or how the
+comparison looks (`views/whatif.py`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvtrace_cli.failures import RunFailedError, UsageError
+from nvtrace_cli.options import LangOption, say, words
+
+if TYPE_CHECKING:
+    from nvtrace.pipeline import Sink
+    from nvtrace.whatif import Outcome, Recording, Settings
+
+
+class ArrivalsBy(StrEnum):
+    """When a request comes in the re-run."""
+
+    STEP = "step"
+    TIME = "time"
+
+
+def whatif(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The trace; .gz and .zst are read too, - is stdin."),
+    ],
+    *,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set this otherwise (may be repeated: all of them at once). "
+            "max_num_batched_tokens, max_num_seqs, max_model_len, kvcache_block_size, "
+            "num_kvcache_blocks, enable_prefix_caching, policy.",
+        ),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="A case of its own, as 'policy=mixed,max_num_seqs=8' (may be repeated).",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        ArrivalsBy,
+        typer.Option(help="Requests come before the step of the same number, or at their time."),
+    ] = ArrivalsBy.STEP,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Keep the trace of the simulated run.")
+    ] = None,
+    lang: LangOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per fitted phase, then per run.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Two tables with tabs: the runs, then the fits.")
+    ] = False,
+) -> None:
+    """Run a recorded workload again under other settings, with the engine's own scheduler.
+
+    The recorded tokens stand in for the model. Step times are simulated: learned from the trace,
+    and left out where nothing like it was recorded. Data goes to stdout, messages to stderr. Exit
+    codes: 0 shown, 2 wrong usage, or a question that the trace cannot answer, 3 not a readable
+    trace, 4 a trace newer than this nvtrace, 5 the simulated trace could not be written.
+    """
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
+    from nvtrace.whatif import WhatIfError, parse_changes, read_recording  # noqa: PLC0415 - the same
+    from nvtrace_cli.views import whatif as view  # noqa: PLC0415 - nor rich
+
+    if json and plain:
+        raise UsageError("--json and --plain are two answers to one question: give one")
+    try:
+        cases = [parse_changes(text.split(",")) for text in case or []]
+        if changes:
+            cases.insert(0, parse_changes(changes))
+        if out is not None and len(cases) > 1:
+            raise UsageError(f"--out keeps one run, and {len(cases)} cases are asked for: give one")
+        recording = read_recording(
+            read_trace(file, warn=lambda message: say(f"warning: {message}"))
+        )
+        all_settings = [recording.settings.changed(each) for each in cases]
+        for settings in all_settings:
+            recording.check(settings)
+        outcomes = _run_all(recording, all_settings, arrivals, out)
+    except WhatIfError as error:
+        raise UsageError(str(error)) from error
+    except InconsistentTraceError as error:
+        raise InconsistentTraceError(f"{file}: {error}") from error
+    comparison = view.Comparison(
+        recording,
+        outcomes,
+        [", ".join(f"{name}={value}" for name, value in each.items()) for each in cases],
+        is_by_step=arrivals is ArrivalsBy.STEP,
+    )
+    if json:
+        view.print_json(comparison)
+    elif plain:
+        view.print_plain(comparison)
+    else:
+        view.show(comparison, words(lang))
+
+
+def _run_all(
+    recording: Recording, cases: list[Settings], arrivals: ArrivalsBy, out: Path | None
+) -> list[Outcome]:
+    """The unchanged run, then each case; the last of them all is kept in `out`."""
+    from nvtrace.whatif import rerun  # noqa: PLC0415 - --help needs no engine
+
+    times = recording.step_times()
+    outcomes = []
+    runs = [recording.settings, *cases]
+    for index, settings in enumerate(runs):
+        is_kept = out is not None and index == len(runs) - 1
+        sink = _open(out) if is_kept and out is not None else None
+        outcome = rerun(recording, settings, times, arrivals=arrivals.value, sink=sink)
+        outcomes.append(outcome)
+        if sink is not None:
+            _say_how_it_went(sink, outcome, str(out))
+    return outcomes
+
+
+def _open(out: Path) -> Sink:
+    from nvtrace.pipeline import open_sink  # noqa: PLC0415 - --help needs no structlog
+
+    try:
+        sink, kept = open_sink(out, report=say)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror or error})") from error
+    if kept is not None:
+        say(f"{out} was there already: it is now {kept}")
+    return sink
+
+
+def _say_how_it_went(sink: Sink, outcome: Outcome, name: str) -> None:
+    if sink.error is not None:
+        raise RunFailedError(f"{name} is not whole ({sink.error})")
+    if outcome.num_untimed:
+        say(
+            f"warning: {name}: {outcome.num_untimed} steps have no simulated time and take none: "
+            "read no times from it"
+        )
+    say(f"simulated trace: {name}")

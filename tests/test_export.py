@@ -1,0 +1,513 @@
+"""Exports: what other tools need of them, for the traces of any workload."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from nvtrace import events as ev
+from nvtrace.envelope import Unknown
+from nvtrace.export import csv_tables, otlp, perfetto, prometheus
+from nvtrace.reader import read_trace
+from support.cli import call, environment
+from support.cli_traces import HOSTILE_TEXT, chunked_run, crowded_run, write_records, write_trace
+from support.fake_runner import Settings
+from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
+from support.workload import Request, Workload, workloads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from nvtrace.envelope import Record
+
+TraceEvent = dict[str, Any]
+E = TypeVar("E", bound=ev.Event)
+TO_LINES = {"perfetto": perfetto.lines, "otlp": otlp.lines, "prometheus": prometheus.lines}
+NASTY = f'{HOSTILE_TEXT}","ts":0}} \\ \u2028 \x00 {{le="1"}} \r\n# TYPE x counter\n=1+1'
+
+
+@pytest.fixture(scope="module")
+def busy() -> list[Record]:
+    return Recording(BUSY).records
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("trace") / "crowded.jsonl", crowded_run())
+
+
+def trace_events(records: Iterable[Record]) -> list[TraceEvent]:
+    events: list[TraceEvent] = json.loads("\n".join(perfetto.lines(records)))["traceEvents"]
+    return events
+
+
+def timed(events: Iterable[TraceEvent]) -> list[TraceEvent]:
+    return [event for event in events if event["ph"] != "M"]
+
+
+def slices(events: Iterable[TraceEvent]) -> list[tuple[tuple[int, int], str, float, float, int]]:
+    """(track, name, start, end, depth) of every slice; fails if one ends that never began."""
+    found, open_ = [], defaultdict(list)
+    for event in events:
+        track = (event["pid"], event.get("tid", 0))
+        if event["ph"] == "B":
+            open_[track].append(event)
+        elif event["ph"] == "E":
+            begun = open_[track].pop()
+            found.append((track, begun["name"], begun["ts"], event["ts"], len(open_[track])))
+    assert not any(open_.values()), "a slice never ends"
+    return found
+
+
+def check_picture(records: list[Record]) -> list[TraceEvent]:
+    """What Perfetto asks of a trace; see the sentences beside the assertions."""
+    events = trace_events(records)
+    times = [event["ts"] for event in timed(events)]
+    assert times == sorted(times)
+    assert all(start <= end for _, _, start, end, _ in slices(events))
+    named = {(e["pid"], e["tid"]) for e in events if e.get("name") == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] in "BEi"} <= named
+    depth: Counter[tuple[int, int]] = Counter()
+    arrows: dict[int, str] = {}
+    for event in timed(events):
+        track = (event["pid"], event["tid"])
+        depth[track] += {"B": 1, "E": -1}.get(event["ph"], 0)
+        if event["ph"] in "stf":
+            assert depth[track] > 0, "an arrow ends in no slice"
+            assert (event["ph"] == "s") == (event["id"] not in arrows), "an arrow has one start"
+            assert arrows.get(event["id"]) != "f", "an arrow goes on after its finish"
+            arrows[event["id"]] = event["ph"]
+    return events
+
+
+def steps_of(records: Iterable[Record]) -> list[int]:
+    return [
+        record.engine_step
+        for record in records
+        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed)
+    ]
+
+
+def of_type(records: Iterable[Record], kind: type[E]) -> list[E]:
+    return [record for record in records if isinstance(record, kind)]
+
+
+# -- Perfetto --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(workloads())
+def test_slices_nest_time_ascends_and_nothing_is_lost(workload: Workload) -> None:
+    records = Recording(workload).records
+    events = check_picture(records)
+    names = [name for track, name, *_ in slices(events) if track == (1, 1)]
+    drawn = [int(name.split()[1]) for name in names if name.startswith("step ")]
+    assert drawn == steps_of(records)
+    requests = [name for _, name, *_ in slices(events) if name.startswith("request ")]
+    assert len(requests) == len(of_type(records, ev.RequestEnqueue))
+
+
+@pytest.mark.parametrize("at", ["scheduled", "admission_stop", "sample_tokens", "preempt"])
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_step_that_an_error_cut_short_is_drawn_as_far_as_it_got(at: str, step: int) -> None:
+    check_picture(Recording(BUSY, Interruption(step, at)).records)
+
+
+@pytest.mark.parametrize("workload", [BUSY, BUSY_MIXED], ids=["prefill first", "mixed"])
+def test_a_trace_that_ends_anywhere_is_a_whole_picture(workload: Workload) -> None:
+    records = Recording(workload).records
+    for num_records in range(1, len(records), 7):
+        check_picture(records[:num_records])
+
+
+def test_times_that_go_back_still_make_a_picture(busy: list[Record]) -> None:
+    broken = [
+        replace(record, ts_ns=record.ts_ns // 3 if record.event_id % 5 == 0 else record.ts_ns)
+        if isinstance(record, ev.Event)
+        else record
+        for record in busy
+    ]
+    check_picture(broken)
+
+
+def test_a_step_holds_its_parts_one_after_another(crowded: Path) -> None:
+    found = slices(trace_events(read_trace(crowded)))
+    parts = [(name, start, end) for track, name, start, end, depth in found if track == (1, 1)]
+    step = next(index for index, part in enumerate(parts) if part[0] == "step 1 prefill")
+    names = ["schedule", "prepare", "forward", "sample", "postprocess"]
+    assert [part[0] for part in parts[step - 5 : step]] == names
+    assert parts[step - 5][1] == parts[step][1]
+    assert all(before[2] == after[1] for before, after in pairwise(parts[step - 5 : step]))
+    assert parts[step - 1][2] == parts[step][2]
+
+
+def test_the_gpus_time_is_a_track_whose_slices_do_not_overlap(crowded: Path) -> None:
+    records = [
+        replace(record, gpu_ns=2 * record.wall_ns) if isinstance(record, ev.StepEnd) else record
+        for record in read_trace(crowded)
+    ]
+    found = slices(check_picture(records))
+    gpu = [(start, end) for track, _, start, end, _ in found if track == (1, 2)]
+    assert len(gpu) == len(steps_of(records))
+    assert all(before[1] <= after[0] for before, after in pairwise(gpu))
+
+
+def test_counters_are_the_traces_numbers(busy: list[Record]) -> None:
+    counted = defaultdict(list)
+    for event in trace_events(busy):
+        if event["ph"] == "C":
+            counted[event["name"]].append(event["args"]["value"])
+    ends = of_type(busy, ev.StepEnd)
+    assert counted["running"][1::2] == [end.running_len for end in ends]
+    assert counted["waiting"][1::2] == [end.waiting_len for end in ends]
+    assert counted["free blocks"][1::2] == [end.free_blocks for end in ends]
+    assert counted["batched tokens"][::2] == [end.num_batched_tokens for end in ends]
+
+
+def test_arrows_lead_to_every_chunk_and_from_preemption_to_resumption(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "chunked.jsonl", chunked_run())
+    events = trace_events(read_trace(path))
+    num_chunks = sum(len(event.seq_ids) for event in of_type(read_trace(path), ev.SchedulePrefill))
+    into_steps = [e for e in events if e["ph"] in "tf" and e["name"] == "prefill"]
+    assert num_chunks > 4
+    assert len(into_steps) == num_chunks
+    path = write_trace(tmp_path / "crowded.jsonl", crowded_run())
+    resumed = [e for e in trace_events(read_trace(path)) if e.get("name") == "resume"]
+    num_preemptions = len(of_type(read_trace(path), ev.Preempt))
+    assert Counter(e["ph"] for e in resumed) == {"s": num_preemptions, "f": num_preemptions}
+
+
+def test_a_slice_says_where_the_source_says_it(crowded: Path) -> None:
+    events = trace_events(read_trace(crowded))
+    sources = {e.get("name"): e["args"]["source"] for e in events if "source" in e.get("args", {})}
+    assert sources["schedule"].startswith("nanovllm/engine/scheduler.py:")
+    assert sources["PREEMPT"].startswith("nanovllm/engine/scheduler.py:")
+
+
+# -- OpenTelemetry ---------------------------------------------------------------------------------
+
+
+def spans_of(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Each span, its attributes as a plain dict; every line has one span."""
+    spans = []
+    for line in lines:
+        (resource,) = json.loads(line)["resourceSpans"]
+        (scoped,) = resource["scopeSpans"]
+        (span,) = scoped["spans"]
+        spans.append(span | {"attributes": plain(span["attributes"])})
+    return spans
+
+
+def plain(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    def value(any_value: dict[str, Any]) -> object:
+        ((kind, held),) = any_value.items()
+        if kind == "arrayValue":
+            return [value(item) for item in held["values"]]
+        return int(held) if kind == "intValue" else held
+
+    return {pair["key"]: value(pair["value"]) for pair in pairs}
+
+
+@settings(max_examples=25)
+@given(workloads())
+def test_every_request_is_one_span_with_its_facts(workload: Workload) -> None:
+    recording = Recording(workload)
+    spans = spans_of(otlp.lines(recording.records))
+    by_id = {span["attributes"]["nvtrace.seq_id"]: span for span in spans}
+    assert set(by_id) == set(recording.run.sequences)
+    assert len({span["traceId"] for span in spans}) == len(spans)
+    for seq_id, sequence in recording.run.sequences.items():
+        span = by_id[seq_id]
+        assert len(span["traceId"]) == 32
+        assert len(span["spanId"]) == 16
+        assert int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"])
+        times = [int(event["timeUnixNano"]) for event in span["events"]]
+        assert times == sorted(times)
+        facts = span["attributes"]
+        assert facts["gen_ai.usage.input_tokens"] == sequence.num_prompt_tokens
+        assert facts["gen_ai.usage.output_tokens"] == sequence.num_completion_tokens
+        assert facts["nvtrace.finish_reason"] == sequence.finish_reason
+        preempted = [event for event in span["events"] if event["name"] == "PREEMPT"]
+        assert len(preempted) == facts["nvtrace.num_preemptions"]
+
+
+def test_a_span_has_the_conventions_names_and_the_wall_clocks_time(crowded: Path) -> None:
+    span = spans_of(otlp.lines(read_trace(crowded)))[0]
+    assert span["name"] == "text_completion Qwen3-0.6B"
+    assert span["attributes"]["gen_ai.response.finish_reasons"] == ["length"]
+    header = next(read_trace(crowded))
+    arrival = next(
+        record for record in read_trace(crowded) if isinstance(record, ev.RequestEnqueue)
+    )
+    anchor = header.clock["anchor_unix_ns"]  # type: ignore[union-attr]  # the header is first
+    assert int(span["startTimeUnixNano"]) == anchor + arrival.ts_ns
+
+
+def test_an_error_is_the_status_of_those_it_ended() -> None:
+    records = Recording(BUSY, Interruption(3, "sample_tokens")).records
+    failed = [span for span in spans_of(otlp.lines(records)) if span["status"]]
+    assert failed
+    assert {span["attributes"]["error.type"] for span in failed} == {"InjectedError"}
+
+
+def test_a_request_without_an_end_says_so(busy: list[Record]) -> None:
+    spans = spans_of(otlp.lines(busy[: len(busy) // 2]))
+    assert any(span["attributes"].get("nvtrace.is_unfinished") for span in spans)
+
+
+# -- Prometheus ------------------------------------------------------------------------------------
+
+
+def samples_of(lines: Iterable[str]) -> dict[str, float]:
+    """Name and labels -> value; a type line before each family's first sample."""
+    samples: dict[str, float] = {}
+    family = ""
+    for line in lines:
+        if line.startswith("# TYPE "):
+            family = line.split()[2]
+            continue
+        assert line.startswith(family)
+        key, _, number = line.rpartition(" ")
+        assert key not in samples
+        samples[key] = float(number)
+    return samples
+
+
+@settings(max_examples=25)
+@given(workloads())
+def test_totals_add_up_and_buckets_ascend(workload: Workload) -> None:
+    recording = Recording(workload)
+    samples = samples_of(prometheus.lines(recording.records))
+    labels = next(key for key in samples if "num_preemptions_total" in key).partition("{")[2]
+
+    def sample(name: str) -> float:
+        return samples[f"nvtrace_{name}{{{labels}"]
+
+    sequences = recording.run.sequences.values()
+    assert sample("generation_tokens_total") == sum(s.num_completion_tokens for s in sequences)
+    assert sample("e2e_request_latency_seconds_count") == len(sequences)
+    assert sample("iteration_tokens_total_count") == len(steps_of(recording.records))
+    ends = {key: value for key, value in samples.items() if "request_success_total" in key}
+    assert sum(ends.values()) == len(sequences)
+    buckets = [v for k, v in samples.items() if "e2e_request_latency_seconds_bucket" in k]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == len(sequences)
+
+
+def test_a_trace_without_steps_has_totals_too(busy: list[Record]) -> None:
+    assert samples_of(prometheus.lines(busy[:3]))
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_csv_has_a_file_per_event_and_a_row_each(busy: list[Record], tmp_path: Path) -> None:
+    num_rows = csv_tables.write(((0, record) for record in busy), tmp_path)
+    assert num_rows == len(busy)
+    for kind in {type(record) for record in busy if isinstance(record, ev.Event)}:
+        mine = of_type(busy, kind)
+        text = (tmp_path / f"{ev.tag_of(kind)}.csv").read_text("utf-8")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        assert [int(row["event_id"]) for row in rows] == [event.event_id for event in mine]
+    with (tmp_path / "REQUEST_ENQUEUE.csv").open(encoding="utf-8", newline="") as file:
+        row = next(csv.DictReader(file))
+    first = of_type(busy, ev.RequestEnqueue)[0]
+    assert json.loads(row["prompt_token_ids"]) == first.prompt_token_ids
+    assert row["ignore_eos"] == "true"
+    assert row["top_k"] == ""
+
+
+def test_parquet_is_partitioned_by_run_and_rank(
+    busy: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    records = [record for record in busy if not isinstance(record, Unknown)]
+    for run_id in ("a", "../b"):
+        header = replace(records[0], run_id=run_id)
+        path = write_records(tmp_path / "t.jsonl", [header, *records[1:]])
+        for _ in range(2):  # the second export replaces the first
+            outcome = call(capsys, "export", path, "--to", "parquet", "--out", store)
+            assert (outcome.code, outcome.out) == (0, "")
+    table = pq.read_table(store / "STEP_END", partitioning="hive").to_pylist()
+    steps = of_type(records, ev.StepEnd)
+    assert len(table) == 2 * len(steps)
+    assert {row["rank"] for row in table} == {0}
+    assert {row["run_id"] for row in table} == {"a", "../b"}
+    mine = [row for row in table if row["run_id"] == "a"]
+    assert [row["finished"] for row in mine] == [step.finished for step in steps]
+    assert not list(store.rglob(".part.parquet"))
+
+
+def test_without_pyarrow_the_way_to_it_is_named(
+    crowded: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    outcome = call(capsys, "export", crowded, "--to", "parquet", "--out", tmp_path / "w")
+    assert outcome.code == 2
+    assert "pip install 'nanovllm[parquet]'" in outcome.err
+
+
+def test_a_number_that_fits_no_column_is_an_error_and_leaves_no_file(
+    crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        replace(record, wall_ns=2**70) if isinstance(record, ev.StepEnd) else record
+        for record in read_trace(crowded)
+    ]
+    path = tmp_path / "big.jsonl"
+    path.write_text("".join(_line(record) for record in records), encoding="utf-8")
+    outcome = call(capsys, "export", path, "--to", "parquet", "--out", tmp_path / "w")
+    assert outcome.code == 2
+    assert "STEP_END.wall_ns" in outcome.err
+    assert not list((tmp_path / "w").rglob("STEP_END/**/*.parquet"))
+
+
+def _line(record: Record) -> str:
+    """As encode_into, with numbers of any size."""
+    names = record.__struct_fields__
+    fields = {name: getattr(record, name) for name in names}
+    return json.dumps({"event": record.__struct_config__.tag, **fields}) + "\n"
+
+
+# -- prompt text is data ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace whose model, stop string, error and answers try to break out."""
+    path = tmp_path_factory.mktemp("nasty") / "trace.jsonl"
+    write_trace(path, crowded_run(), model=NASTY)
+    records: list[Any] = []
+    for record in read_trace(path):
+        if isinstance(record, ev.RequestEnqueue):
+            records.append(replace(record, stop=[NASTY]))
+        elif isinstance(record, ev.RequestOutput):
+            records.append(replace(record, text=NASTY))
+        else:
+            records.append(record)
+    return write_records(path, records)
+
+
+@pytest.mark.parametrize("to", TO_LINES)
+def test_hostile_text_breaks_no_line_and_moves_no_cursor(to: str, nasty: Path) -> None:
+    lines = list(TO_LINES[to](read_trace(nasty)))
+    assert all(line.isprintable() for line in lines)
+    assert lines
+
+
+def test_hostile_text_comes_out_of_every_format_as_it_went_in(
+    nasty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = [e for e in trace_events(read_trace(nasty)) if e.get("name") == "REQUEST_OUTPUT"]
+    assert {event["args"]["text"] for event in outputs} == {NASTY}
+    spans = spans_of(otlp.lines(read_trace(nasty)))
+    assert {span["attributes"]["gen_ai.request.model"] for span in spans} == {NASTY}
+    assert spans[0]["attributes"]["gen_ai.request.stop_sequences"] == [NASTY]
+    for to in ("csv", "parquet"):
+        assert call(capsys, "export", nasty, "--to", to, "--out", tmp_path / to).code == 0
+    with (tmp_path / "csv" / "REQUEST_OUTPUT.csv").open(encoding="utf-8", newline="") as file:
+        assert {row["text"] for row in csv.DictReader(file)} == {NASTY}
+    table = pq.read_table(tmp_path / "parquet" / "REQUEST_OUTPUT", partitioning="hive")
+    assert set(table["text"].to_pylist()) == {NASTY}
+    samples = samples_of(prometheus.lines(read_trace(nasty)))
+    assert all(key.startswith("nvtrace_") for key in samples)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", TO_LINES)
+def test_a_file_is_what_stdout_would_be(
+    to: str, crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = call(capsys, "export", crowded, "--to", to)
+    assert (printed.code, printed.err) == (0, "")
+    out = tmp_path / "export"
+    out.write_text("an older one", encoding="utf-8")
+    written = call(capsys, "export", crowded, "--to", to, "--out", out)
+    assert (written.code, written.out) == (0, "")
+    assert out.read_text("utf-8") == printed.out
+    assert "export" in written.err
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_exporting_loads_no_torch_and_no_pyarrow(crowded: Path) -> None:
+    script = (
+        "import sys\n"
+        "from nvtrace_cli.main import run_command\n"
+        f"run_command(['export', {str(crowded)!r}, '--to', sys.argv[1]])\n"
+        "sys.stderr.write(' '.join({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    for to in TO_LINES:
+        done = subprocess.run(
+            [sys.executable, "-c", script, to], capture_output=True, env=environment(), check=True
+        )
+        assert done.stdout
+        assert not {*done.stderr.decode().split()} & {"torch", "pyarrow", "pandas", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "svg"], "--to"),
+        ([], "--to"),
+        (["--to", "csv"], "--out"),
+        (["--to", "parquet"], "--out"),
+        (["--to", "csv", "--out", "{trace}"], "is no folder"),
+        (["--to", "perfetto", "--out", "{trace}"], "is the trace itself"),
+        (["--to", "perfetto", "--out", "no/such/place.json"], "no/such"),
+        (["--to", "perfetto", "--out", "."], "is a folder"),
+    ],
+)
+def test_a_wrong_wish_is_one_sentence(
+    arguments: list[str], said: str, crowded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = crowded.read_bytes()
+    filled = [argument.format(trace=crowded) for argument in arguments]
+    outcome = call(capsys, "export", crowded, *filled)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert said in outcome.err
+    assert crowded.read_bytes() == before
+
+
+def test_a_trace_that_breaks_leaves_the_older_export_alone(
+    crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    lines = crowded.read_bytes().splitlines(keepends=True)
+    broken.write_bytes(b"".join([*lines[:40], b"no record\n", *lines[40:]]))
+    out = tmp_path / "out.json"
+    out.write_text("older", encoding="utf-8")
+    outcome = call(capsys, "export", broken, "--to", "perfetto", "--out", out)
+    assert outcome.code == 3
+    assert "line 41" in outcome.err
+    assert out.read_text("utf-8") == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "out.json"]
+
+
+def test_an_engine_that_was_asked_nothing_exports_to_every_format(tmp_path: Path) -> None:
+    refused = Workload(
+        Settings(kvcache_block_size=2, num_kvcache_blocks=1, max_model_len=4),
+        [Request([1] * 9, max_tokens=1)],
+    )
+    records = Recording(refused).records
+    assert len(of_type(records, ev.RequestRefused)) == 1
+    check_picture(records)
+    assert spans_of(otlp.lines(records)) == []
+    assert samples_of(prometheus.lines(records))
+    assert csv_tables.write(((0, record) for record in records), tmp_path) == len(records)

@@ -1,0 +1,251 @@
+"""At: an engine's whole state at one moment of its trace, and the search for a moment.
+
+Each step has two moments: after its schedule, when it is known what will be computed, and at its
+end, when all of it is. Knows how to stop the fold there, and what goes into the step's tensors.
+Does not know what an event does to a state (`replay.py`), how a condition is spelt (`query.py`) or
+where a fold can begin (`snapshots.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from nvtrace import events as ev
+from nvtrace.envelope import Footer, Header, Unknown
+from nvtrace.replay import InconsistentTraceError, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace.envelope import Record
+    from nvtrace.query import Condition
+
+Point = Literal["schedule", "end"]
+Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
+_NO_EVENTS = (Header, Footer, Unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Tokens of one sequence that this step writes into one page.
+
+    slot = block_id * block_size + offset, for each position: offset = position % block_size.
+
+    Attributes:
+        seq_id: whose.
+        first_position, last_position: their places in the sequence, both included.
+        block_index: the page's place in the block table: position // block_size.
+        block_id: the page.
+        first_slot, last_slot: where K and V are written, both included.
+        token_ids: the tokens.
+    """
+
+    seq_id: int
+    first_position: int
+    last_position: int
+    block_index: int
+    block_id: int
+    first_slot: int
+    last_slot: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What goes into a step, worked out of the state at its schedule.
+
+    Attributes:
+        runs: the flat batch, in its order.
+        cu_seqlens_q: (num_seqs + 1,) cumulative number of new tokens.
+        context_lens: (num_seqs,) tokens that each sequence attends to, the new ones included.
+    """
+
+    runs: tuple[SlotRun, ...]
+    cu_seqlens_q: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flat batch."""
+        return self.cu_seqlens_q[-1]
+
+    @property
+    def cu_seqlens_k(self) -> tuple[int, ...]:
+        """(num_seqs + 1,) cumulative context lengths."""
+        return tuple(accumulate(self.context_lens, initial=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a trace.
+
+    Attributes:
+        step: the engine_step.
+        point: after its schedule, or at its end.
+        state: the engine's state then. It goes on changing with the fold: look before you go on.
+            Requests that ended in steps before are left out.
+        schedule: what was decided; None if the step broke off before.
+        inputs: what goes into the step; None if nobody asked for it, or nothing was decided.
+        news: events since the moment before.
+    """
+
+    step: int
+    point: Point
+    state: State
+    schedule: Schedule | None
+    inputs: Inputs | None
+    news: list[ev.Event]
+
+
+@dataclass(slots=True)
+class _Step:
+    index: int
+    schedule: Schedule | None = None
+    inputs: Inputs | None = None
+    ended: list[int] = field(default_factory=list)
+
+
+def moments(
+    records: Iterable[Record], state: State | None = None, *, inputs_of: int | None = None
+) -> Iterator[Moment]:
+    """Fold records, and stop at each moment.
+
+    Args:
+        records: what `read_trace` yields, or its rest after a step.
+        state: what the rest begins with; a new one if None.
+        inputs_of: the step whose inputs are worked out.
+
+    Yields:
+        The moments in their order. What happens between two steps is news of the second one's
+        schedule; what happens after the last step makes one more moment of its end.
+
+    Raises:
+        InconsistentTraceError: an event cannot follow from those before it.
+    """
+    state = State() if state is None else state
+    step, is_open = _Step(state.engine_step), False  # the one before the first
+    news: list[ev.Event] = []
+    for record in records:
+        if isinstance(record, _NO_EVENTS):
+            continue
+        if is_open and record.step != step.index:
+            yield _moment(step, "end", state, news)
+            _forget_ended(step, state)
+            news, is_open = [], False
+        state.apply(record)
+        news.append(record)
+        step.ended += _ended_by(record)
+        if record.step is None:
+            continue
+        if not is_open:
+            if record.step <= step.index:
+                raise InconsistentTraceError(f"step {record.step} comes after step {step.index}")
+            step, is_open = _Step(record.step, ended=step.ended), True
+        if isinstance(record, Schedule):
+            step.schedule = record
+            step.inputs = inputs_at(state, record) if inputs_of == step.index else None
+            yield _moment(step, "schedule", state, news)
+            news = []
+    if is_open or (news and step.index):
+        yield _moment(step, "end", state, news)
+
+
+def _moment(step: _Step, point: Point, state: State, news: list[ev.Event]) -> Moment:
+    return Moment(step.index, point, state, step.schedule, step.inputs, news)
+
+
+def _ended_by(record: ev.Event) -> list[int]:
+    match record:
+        case ev.StateTransition(status="FINISHED"):
+            return [record.seq_id]
+        case ev.EngineReset():
+            return record.seq_ids
+    return []
+
+
+def _forget_ended(step: _Step, state: State) -> None:
+    """Nothing will be said of them any more, and there may be millions."""
+    for seq_id in step.ended:
+        state.sequences.pop(seq_id, None)
+    step.ended = []
+
+
+# -- a step's inputs -------------------------------------------------------------------------------
+
+
+def inputs_at(state: State, schedule: Schedule) -> Inputs:
+    """Work out a step's inputs from the state right after its schedule.
+
+    Raises:
+        InconsistentTraceError: it schedules tokens that are in no page.
+    """
+    num_tokens = (
+        [1] * len(schedule.seq_ids)
+        if isinstance(schedule, ev.ScheduleDecode)
+        else schedule.num_scheduled_tokens
+    )
+    runs: list[SlotRun] = []
+    context_lens = []
+    try:
+        for seq_id, num_new in zip(schedule.seq_ids, num_tokens, strict=True):
+            start = state.sequences[seq_id].num_computed_tokens
+            runs += _runs(state, seq_id, start, start + num_new)
+            context_lens.append(start + num_new)
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        raise InconsistentTraceError(
+            f"event {schedule.event_id} schedules what has no page: {error}"
+        ) from error
+    return Inputs(tuple(runs), tuple(accumulate(num_tokens, initial=0)), tuple(context_lens))
+
+
+def _runs(state: State, seq_id: int, start: int, stop: int) -> Iterator[SlotRun]:
+    """Positions [start, stop) of a sequence, cut where a page ends."""
+    seq, block_size = state.sequences[seq_id], state.block_size
+    while start < stop:
+        block_index, offset = divmod(start, block_size)
+        end = min((block_index + 1) * block_size, stop)
+        block_id = seq.block_table[block_index]
+        first_slot = block_id * block_size + offset
+        yield SlotRun(
+            seq_id,
+            start,
+            end - 1,
+            block_index,
+            block_id,
+            first_slot,
+            first_slot + end - 1 - start,
+            tuple(seq.token_ids[start:end]),
+        )
+        start = end
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a moment is."""
+
+    step: int
+    point: Point
+
+
+def matches(
+    found: Iterable[Moment], condition: Condition, point: Point | None = None
+) -> Iterator[Place]:
+    """The places among `found` where a condition holds.
+
+    A condition on the state is asked at each moment. One that names events is asked of each event
+    since the moment before, together with the state at this one.
+
+    Args:
+        found: what `moments` yields.
+        condition: what to look for.
+        point: ask the state at this moment of a step only, and say this one of an event's step.
+    """
+    for moment in found:
+        is_asked = condition.is_about_events or point in {None, moment.point}
+        if is_asked and condition.holds(moment.state, moment.news):
+            yield Place(moment.step, point or moment.point)

@@ -1,0 +1,123 @@
+"""Checker: asks every rule about every event, once, in order.
+
+Knows how a rule is asked, and what to do with an event that cannot be understood. Does not know any
+rule. An engine under way is checked as well as a finished trace: `Checker` is given events as they
+come, and its memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from nvtrace import events as ev
+from nvtrace.check import pages, queues, startup, steps, stream
+from nvtrace.check.finding import Clash, Fact, Finding, Rule
+from nvtrace.check.ledger import Ledger
+from nvtrace.envelope import Footer, Header, Record, Unknown
+from nvtrace.replay import InconsistentTraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_RULES = (*stream.RULES, *startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES)
+INVARIANTS = ("names", "follows", *dict.fromkeys(rule.invariant for rule in _RULES))
+"""The names of all invariants. What each means and teaches is in the word catalogs."""
+
+_NOT_UNDERSTOOD = (LookupError, ValueError, ArithmeticError)
+
+
+class Checker:
+    """Checks the events of one engine as they come.
+
+    Attributes:
+        num_events: events taken in so far.
+        num_findings: findings so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.num_findings = 0
+        self._ledger = Ledger()
+        self._rules: dict[tuple[type, str], tuple[Rule, ...]] = {}
+
+    def take(self, record: Record) -> list[Finding]:
+        """Take in the next record of a trace; returns what does not hold at it.
+
+        Of one event at most one finding for each invariant is told. A later one may be no more than
+        a consequence of an earlier one.
+        """
+        found: list[Finding] = []
+        match record:
+            case Header():
+                self._ledger.header = record
+            case Unknown(fields={"event_id": int(event_id)}):  # of a newer version: it has a number
+                self._ledger.last_id = event_id
+            case Footer():
+                clashes = stream.footer(self._ledger, record)
+                found += (_finding("event_ids", record, clash) for clash in clashes)
+            case Unknown():
+                pass
+            case _:
+                self.num_events += 1
+                found += self._check(record)
+        found = [*{finding.invariant: finding for finding in reversed(found)}.values()][::-1]
+        self.num_findings += len(found)
+        return found
+
+    def _check(self, event: ev.AnyEvent) -> Iterator[Finding]:
+        ledger = self._ledger
+        strange = list(stream.names(ledger, event)) if ledger.is_whole else []
+        yield from (_finding("names", event, clash) for clash in strange)
+        yield from self._ask("before", event, is_strange=bool(strange))
+        try:
+            ledger.take(event)
+        except InconsistentTraceError as error:
+            yield _finding("follows", event, _not_following(event, error.__cause__ or error))
+        yield from self._ask("after", event, is_strange=bool(strange))
+        ledger.settle(event)
+
+    def _ask(
+        self, moment: Literal["before", "after"], event: ev.Event, *, is_strange: bool
+    ) -> Iterator[Finding]:
+        for rule in self._rules_for(type(event), moment):
+            if is_strange and rule not in stream.RULES:
+                continue
+            try:
+                for clash in rule.judge(self._ledger, event):
+                    yield _finding(rule.invariant, event, clash)
+            except _NOT_UNDERSTOOD as error:
+                yield _finding("follows", event, _not_following(event, error))
+
+    def _rules_for(self, kind: type, moment: Literal["before", "after"]) -> tuple[Rule, ...]:
+        key = (kind, moment)
+        if key not in self._rules:
+            self._rules[key] = tuple(
+                rule
+                for rule in _RULES
+                if rule.moment == moment and (not rule.types or kind in rule.types)
+            )
+        return self._rules[key]
+
+
+def check(records: Iterable[Record]) -> Iterator[Finding]:
+    """Check a trace in one pass.
+
+    Args:
+        records: what `nvtrace.reader.read_trace` yields.
+
+    Yields:
+        What does not hold, in the order in which it shows.
+    """
+    checker = Checker()
+    for record in records:
+        yield from checker.take(record)
+
+
+def _finding(invariant: str, event: ev.Event | Footer, clash: Clash) -> Finding:
+    if isinstance(event, Footer):
+        return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *clash)
+    return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *clash)
+
+
+def _not_following(event: ev.Event, error: BaseException) -> Clash:
+    return Clash(Fact("event", ev.tag_of(event)), Fact("fold", f"{type(error).__name__}: {error}"))

@@ -1,0 +1,396 @@
+"""Ledger: an engine's state from its trace, and what else must be kept in mind to judge an event.
+
+The state is the fold's (`nvtrace.replay`); beside it lie the settings, what each living request
+asked for, and notes on the step under way. From these follows what the scheduler must do next: the
+same rules as the engine's, written a second time on purpose, so that each checks the other.
+
+Knows what follows. Does not judge (`stream`, `startup`, `queues`, `pages` and `steps` do). What is
+kept is bounded by the engine, not by the length of the trace: an ended request is forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nvtrace import events as ev
+from nvtrace.replay import SequenceState, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nvtrace.envelope import Header
+
+Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
+Run = ev.RunEager | ev.CudagraphReplay
+
+PHASES: tuple[ev.Phase, ...] = ("prefill", "decode", "mixed")
+SCHEDULES = (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed)
+RUNS = (ev.RunEager, ev.CudagraphReplay)
+_TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
+_PAGES = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
+
+
+@dataclass(slots=True)
+class StepNotes:
+    """What was said of one step so far.
+
+    Attributes:
+        index: the engine_step.
+        first: its first event.
+        early: its events before the schedule.
+        admitted, preempted: requests, in order.
+        stop: its ADMISSION_STOP.
+        schedule, prepare, run, sample, end: its main events.
+        num_computed: seq_id -> tokens that were in the pages before this step, of the batch.
+        num_scheduled: seq_id -> tokens of this step, of the batch.
+        sampled: those of the batch whose next token is due.
+        finished: those that ended, in order.
+        has_page_changes: did any table change?
+    """
+
+    index: int
+    first: ev.Event
+    early: list[ev.Event] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    stop: ev.AdmissionStop | None = None
+    schedule: Schedule | None = None
+    prepare: ev.PreparePrefillTensors | ev.PrepareDecodeTensors | None = None
+    run: Run | None = None
+    sample: ev.SampleTokens | None = None
+    end: ev.StepEnd | None = None
+    num_computed: dict[int, int] = field(default_factory=dict)
+    num_scheduled: dict[int, int] = field(default_factory=dict)
+    sampled: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    has_page_changes: bool = False
+
+    @property
+    def phase(self) -> ev.Phase:
+        """What the step computes, once that is decided."""
+        match self.schedule:
+            case ev.SchedulePrefill():
+                return "prefill"
+            case ev.ScheduleMixed():
+                return "mixed"
+        return "decode"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts, of an engine's life or since the last GENERATE_START (whose prompts come first)."""
+
+    num_prompts: int = 0
+    steps: dict[ev.Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    num_enqueued: int = 0
+    num_refused: int = 0
+    num_refused_prompts: int = 0
+    num_outputs: int = 0
+
+
+class Ledger:
+    """All that is known of an engine when an event comes.
+
+    Attributes:
+        state: the fold.
+        header, init, budget, warmup, ready: what was said at the start; None before.
+        graphs: numbers of rows that have a CUDA graph; None if that was not said.
+        skip: why there are none; None if that was not said.
+        started: names of the events of the start, in order.
+        last: the event before; None at the beginning.
+        last_id: its number, or that of an unknown event.
+        step: the step under way; None between steps.
+        step_before: the last step that came to its end; None after a reset.
+        last_step: number of the last step that began.
+        is_reset: has a reset come since that step began?
+        requests: what each living request asked for.
+        next_seq_id: the number that the next request gets, at least.
+        outputs_due: requests that ended and whose output is not said yet.
+        evicted: pages that lost their contents and are to be taken next, with their hashes.
+        released: (seq_id, tokens computed, pages freed) of the last release.
+        total, call: counts of the engine's life, and of the generate() under way (None: none is).
+    """
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.header: Header | None = None
+        self.init: ev.EngineInit | None = None
+        self.budget: ev.KvBudgetEstimate | None = None
+        self.warmup: ev.WarmupModel | None = None
+        self.ready: ev.EngineReady | None = None
+        self.graphs: list[int] | None = None
+        self.skip: ev.CudagraphSkip | None = None
+        self.started: list[str] = []
+        self.last: ev.Event | None = None
+        self.last_id = 0
+        self.step: StepNotes | None = None
+        self.step_before: StepNotes | None = None
+        self.last_step = 0
+        self.is_reset = False
+        self.requests: dict[int, ev.RequestEnqueue] = {}
+        self.next_seq_id = 0
+        self.outputs_due: list[int] = []
+        self.evicted: dict[int, str] = {}
+        self.released = (-1, 0, 0)
+        self.total = Tally()
+        self.call: Tally | None = None
+        self._chains: dict[int, list[str]] = {}
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Is this the trace of an engine? That of a rank which an engine started tells less.
+
+        (Of the ranks above 0, those that torchrun started are engines: they become ready.)
+        """
+        is_first = self.header is None or self.header.rank == 0
+        return self.init is not None and (is_first or self.ready is not None)
+
+    def seq(self, seq_id: int) -> SequenceState:
+        """A living request's state."""
+        return self.state.sequences[seq_id]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Pages that so many tokens fill, the last one perhaps partly."""
+        return -(-num_tokens // max(self.state.block_size, 1))
+
+    def slot(self, seq_id: int, position: int) -> int:
+        """Where the K and V of a position go."""
+        index, offset = divmod(position, self.state.block_size)
+        return self.seq(seq_id).block_table[index] * self.state.block_size + offset
+
+    def chain_hash(self, seq_id: int, index: int) -> str:
+        """The hash of a request's full block `index`, and of all before it; kept."""
+        chain = self._chains.setdefault(seq_id, [])
+        size, tokens = self.state.block_size, self.seq(seq_id).token_ids
+        while len(chain) <= index:
+            start = len(chain) * size
+            parent = bytes.fromhex(chain[-1]) if chain else b""
+            block = array("I", tokens[start : start + size]).tobytes()
+            chain.append(hashlib.blake2b(parent + block, digest_size=16).hexdigest())
+        return chain[index]
+
+    def cached_prefix(self, seq_id: int) -> list[int]:
+        """The published pages that a request finds at its admission. Never its last token."""
+        pages: list[int] = []
+        if self.init is None or not self.init.enable_prefix_caching:
+            return pages
+        for index in range((len(self.seq(seq_id).token_ids) - 1) // self.state.block_size):
+            page = self.state.cached_blocks.get(self.chain_hash(seq_id, index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def is_prefilling(self, seq_id: int) -> bool:
+        """Has a running request not computed all that it had when it was admitted?"""
+        seq = self.seq(seq_id)
+        return seq.num_computed_tokens < seq.num_prefill_tokens
+
+    def needs_page(self, seq_id: int) -> bool:
+        """Has the newest token of a request no page yet?"""
+        seq = self.seq(seq_id)
+        return len(seq.token_ids) > len(seq.block_table) * self.state.block_size
+
+    def batch(self, running: Iterable[int], policy: str) -> dict[int, int]:
+        """The step's work as the policy says: seq_id -> tokens, in order.
+
+        Args:
+            running: the running queue.
+            policy: "mixed" takes decodes and prompts; "prefill" and "decode" only those; any other
+                takes prompts if there are any, else decodes.
+        """
+        by_kind: dict[bool, list[int]] = {False: [], True: []}
+        for seq_id in running:
+            by_kind[self.is_prefilling(seq_id)].append(seq_id)
+        decoding, prefilling = by_kind[False], by_kind[True]
+        if policy == "decode":
+            prefilling = []
+        elif policy == "prefill" or (policy != "mixed" and prefilling):
+            decoding = []
+        left = self.init.max_num_batched_tokens if self.init else 0
+        batch: dict[int, int] = {}
+        for seq_id in (*decoding, *prefilling):
+            seq = self.seq(seq_id)
+            num_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, left)
+            if num_tokens > 0:
+                batch[seq_id] = num_tokens
+                left -= num_tokens
+        return batch
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def take(self, event: ev.AnyEvent) -> None:
+        """Take in one event.
+
+        Raises:
+            InconsistentTraceError: it cannot follow from those before. It was noted nevertheless.
+        """
+        self._open_step(event)
+        note = self._notes.get(type(event))
+        if note is not None:
+            note(self, event)
+        if isinstance(event, _PAGES) and self.step is not None:
+            self.step.has_page_changes = True
+        self.last, self.last_id = event, event.event_id
+        self.state.apply(event)
+
+    def settle(self, event: ev.Event) -> None:
+        """Forget what ended with `event`, after everything was said of it."""
+        match event:
+            case ev.StepEnd():
+                self.step_before, self.step = self.step, None
+            case ev.EngineReset():
+                self.step = self.step_before = None
+                self.is_reset = True
+                self.outputs_due, self.evicted = [], {}
+                self.next_seq_id = max(self.next_seq_id, *(s + 1 for s in (*event.seq_ids, -1)))
+                for seq_id in event.seq_ids:
+                    self._forget(seq_id)
+            case ev.RequestOutput():
+                self._forget(event.seq_id)
+            case _ if self.step is not None and self.step.schedule is None:
+                self.step.early.append(event)
+
+    def _forget(self, seq_id: int) -> None:
+        for kept in (self.state.sequences, self.requests, self._chains):
+            kept.pop(seq_id, None)
+
+    def _open_step(self, event: ev.Event) -> None:
+        is_failure = isinstance(event, ev.EngineError | ev.EngineReset)
+        if event.step is None or is_failure or event.step == self.last_step or not self.is_whole:
+            return
+        self.step = StepNotes(event.step, event)
+        self.last_step, self.is_reset = event.step, False
+
+    def _schedule(self, event: Schedule) -> None:
+        if self.step is None:
+            return
+        if isinstance(event, ev.ScheduleDecode):
+            shares = dict.fromkeys(event.seq_ids, 1)
+        else:
+            shares = dict(zip(event.seq_ids, event.num_scheduled_tokens, strict=False))
+        step, self.step.schedule = self.step, event
+        known = {s: self.state.sequences[s] for s in shares if s in self.state.sequences}
+        # At most what there is to compute: a number out of a broken trace may be of any size.
+        left = {s: len(seq.token_ids) - seq.num_computed_tokens for s, seq in known.items()}
+        step.num_scheduled = {s: max(min(shares[s], left[s]), 0) for s in known}
+        step.num_computed = {s: seq.num_computed_tokens for s, seq in known.items()}
+        step.sampled = [s for s in known if shares[s] == left[s]]
+        for tally in self._tallies():
+            tally.steps[step.phase] += 1
+
+    def _tallies(self) -> list[Tally]:
+        return [self.total] if self.call is None else [self.total, self.call]
+
+    def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
+        self.requests[event.seq_id] = event
+        self.next_seq_id = event.seq_id + 1
+        for tally in self._tallies():
+            tally.num_enqueued += 1
+
+    def _request_refused(self, _event: ev.RequestRefused) -> None:
+        for tally in self._tallies():
+            is_prompt = tally.num_enqueued + tally.num_refused < tally.num_prompts
+            tally.num_refused_prompts += is_prompt
+            tally.num_refused += 1
+
+    def _request_output(self, event: ev.RequestOutput) -> None:
+        if event.seq_id in self.outputs_due:
+            self.outputs_due.remove(event.seq_id)
+        for tally in self._tallies():
+            tally.num_outputs += 1
+
+    def _generate(self, event: ev.GenerateStart | ev.GenerateFinish) -> None:
+        self.call = None
+        if isinstance(event, ev.GenerateStart):
+            self.call = Tally(num_prompts=event.n_prompts)
+
+    def _state_transition(self, event: ev.StateTransition) -> None:
+        if event.status == "FINISHED":
+            self.outputs_due.append(event.seq_id)
+        if self.step is None:
+            return
+        match event.status:
+            case "RUNNING":
+                self.step.admitted.append(event.seq_id)
+            case "WAITING":
+                self.step.preempted.append(event.seq_id)
+            case "FINISHED":
+                self.step.finished.append(event.seq_id)
+
+    def _blocks_evict(self, event: ev.BlocksEvict) -> None:
+        if event.reason == "page_needed":
+            self.evicted.update(zip(event.block_ids, event.hashes, strict=False))
+
+    def _blocks_take(self, _event: ev.BlocksAllocate | ev.BlocksAppend) -> None:
+        self.evicted = {}
+
+    def _blocks_release(self, event: ev.BlocksRelease) -> None:
+        seq = self.state.sequences.get(event.seq_ids[-1]) if event.seq_ids else None
+        if seq is not None:
+            num_freed = len(event.freed[-1]) if event.freed else 0
+            self.released = (seq.seq_id, seq.num_computed_tokens, num_freed)
+
+    def _of_start(self, event: ev.Event) -> None:
+        self.started.append(ev.tag_of(event))
+        match event:
+            case ev.EngineInit():
+                self.init = event
+            case ev.KvBudgetEstimate():
+                self.budget = event
+            case ev.WarmupModel():
+                self.warmup = event
+            case ev.CudagraphCapture():
+                self.graphs = event.batch_sizes
+            case ev.CudagraphSkip():
+                self.skip = event
+            case ev.EngineReady():
+                self.ready = event
+
+    def _of_step(self, event: ev.Event) -> None:
+        if self.step is None:
+            return
+        match event:
+            case ev.AdmissionStop():
+                self.step.stop = event
+            case ev.PreparePrefillTensors() | ev.PrepareDecodeTensors():
+                self.step.prepare = event
+            case ev.RunEager() | ev.CudagraphReplay():
+                self.step.run = event
+            case ev.SampleTokens():
+                self.step.sample = event
+            case ev.StepEnd():
+                self.step.end = event
+
+    _notes: ClassVar[dict[type, Callable[[Ledger, Any], None]]] = {
+        **dict.fromkeys(
+            (
+                *(ev.EngineInit, ev.TpRuntimeInit, ev.ModelWeightsLoaded, ev.WarmupModel),
+                *(ev.KvBudgetEstimate, ev.CudagraphCapture, ev.CudagraphSkip, ev.EngineReady),
+            ),
+            _of_start,
+        ),
+        **dict.fromkeys(
+            (
+                *(ev.AdmissionStop, ev.PreparePrefillTensors, ev.PrepareDecodeTensors),
+                *(ev.RunEager, ev.CudagraphReplay, ev.SampleTokens, ev.StepEnd),
+            ),
+            _of_step,
+        ),
+        **dict.fromkeys(SCHEDULES, _schedule),
+        ev.GenerateStart: _generate,
+        ev.GenerateFinish: _generate,
+        ev.RequestEnqueue: _request_enqueue,
+        ev.RequestRefused: _request_refused,
+        ev.RequestOutput: _request_output,
+        ev.StateTransition: _state_transition,
+        ev.BlocksEvict: _blocks_evict,
+        ev.BlocksAllocate: _blocks_take,
+        ev.BlocksAppend: _blocks_take,
+        ev.BlocksRelease: _blocks_release,
+    }

@@ -1,0 +1,225 @@
+"""Rules for the pages: none is lost, none is given out twice, and a shared one holds what it says.
+
+Knows the free list, tables, reference counts and hashes. Does not know why a request gets pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.check.finding import Clash, Fact, Rule, differ
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.check.ledger import Ledger
+
+    Reuse = ev.BlocksShare | ev.BlocksRevive
+    Take = ev.BlocksAllocate | ev.BlocksAppend
+
+
+def _from_head(ledger: Ledger, event: Take) -> Iterator[Clash]:
+    """Pages are taken from the free list's head, in order."""
+    taken = [page for pages in event.block_ids for page in pages]
+    head = [page for page, _ in zip(ledger.state.free_blocks, taken, strict=False)]
+    yield from differ("block_ids", taken, "free_list_head", head)
+
+
+def _emptied(ledger: Ledger, event: Take) -> Iterator[Clash]:
+    """A page that is taken holds nothing published; what was evicted is what is taken."""
+    taken = [page for pages in event.block_ids for page in pages]
+    published = [page for page in taken if page in ledger.state.block_hashes]
+    if published:
+        yield Clash(Fact("block_ids", published), Fact("still_published", published))
+    in_vain = [page for page in ledger.evicted if page not in taken]
+    if in_vain:
+        yield Clash(Fact("block_ids", taken), Fact("evicted_pages", in_vain))
+
+
+def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Clash]:
+    known = [ledger.state.block_hashes.get(page) for page in event.block_ids]
+    yield from differ("hashes", event.hashes, "published_hashes", known)
+    if event.reason == "cache_reset":
+        yield from differ(
+            "block_ids", event.block_ids, "published_pages", [*ledger.state.block_hashes]
+        )
+        unfinished = [*ledger.state.waiting, *ledger.state.running]
+        if unfinished:
+            yield Clash(Fact("reason", event.reason), Fact("unfinished", unfinished))
+    elif event.step is None:
+        yield Clash(Fact("reason", event.reason), Fact("step_under_way", None))
+    held = [page for page in event.block_ids if ledger.state.ref_counts[page]]
+    if held:
+        yield Clash(Fact("block_ids", held), Fact("held_pages", held))
+
+
+def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Clash]:
+    """Shared pages are in somebody's table, revived ones in nobody's."""
+    is_revived = isinstance(event, ev.BlocksRevive)
+    for page in event.block_ids[-1]:
+        count = ledger.state.ref_counts[page]
+        if (count == 0) != is_revived:
+            yield Clash(Fact("block_ids", page), Fact("ref_count", count))
+            return
+
+
+def _hash_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Clash]:
+    """A page found in the cache holds the very tokens of its place in the new table."""
+    yield from _caching(ledger, event)
+    for seq_id, pages in zip(event.seq_ids, event.block_ids, strict=True):
+        seq = ledger.seq(seq_id)
+        for index, page in enumerate(pages, start=len(seq.block_table)):
+            known = ledger.chain_hash(seq_id, index)
+            held = ledger.state.block_hashes.get(page)
+            if held != known or (index + 1) * ledger.state.block_size >= len(seq.token_ids):
+                yield Clash(Fact("block_ids", [page, held]), Fact("hash_of_tokens", known))
+                return
+
+
+def _caching(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    if ledger.init is not None and not ledger.init.enable_prefix_caching:
+        yield Clash(Fact("event", ev.tag_of(event)), Fact("enable_prefix_caching", value=False))
+
+
+def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Clash]:
+    """Whatever the cache has of a prompt is used before a new page is taken."""
+    seq_id = event.seq_ids[0]
+    index = len(ledger.seq(seq_id).block_table)
+    if ledger.init is None or not ledger.init.enable_prefix_caching:
+        return
+    if index >= (len(ledger.seq(seq_id).token_ids) - 1) // ledger.state.block_size:
+        return
+    chain_hash = ledger.chain_hash(seq_id, index)
+    page = ledger.state.cached_blocks.get(chain_hash)
+    if page is not None or chain_hash in ledger.evicted.values():
+        yield Clash(Fact("block_ids", event.block_ids[0]), Fact("cached_page", page))
+
+
+def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Clash]:
+    seq = ledger.seq(event.seq_ids[0])
+    known = ledger.blocks_for(len(seq.token_ids))
+    yield from differ("block_ids", len(seq.block_table), "pages_for_tokens", known)
+
+
+def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Clash]:
+    """One page for each, in the running queue's order, only where the newest token has none."""
+    need = [
+        seq_id
+        for seq_id in ledger.state.running
+        if not ledger.is_prefilling(seq_id) and ledger.needs_page(seq_id)
+    ]
+    yield from differ("seq_ids", event.seq_ids, "in_need_of_page", need[: len(event.seq_ids)])
+    counts = [len(pages) for pages in event.block_ids]
+    yield from differ("block_ids", counts, "one_page_each", [1] * len(counts))
+
+
+def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Clash]:
+    """Everybody in the batch holds exactly the pages of all its tokens."""
+    if ledger.step is None:
+        return
+    for seq_id in ledger.step.num_scheduled:
+        seq = ledger.seq(seq_id)
+        known = ledger.blocks_for(len(seq.token_ids))
+        if len(seq.block_table) != known:
+            table = Fact("table", [seq_id, [*seq.block_table]])
+            yield Clash(table, Fact("pages_for_tokens", known))
+            return
+
+
+def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Clash]:
+    """A page is published under the hash of its tokens, once they are all computed."""
+    yield from _caching(ledger, event)
+    size = ledger.state.block_size
+    for seq_id, pages, hashes in zip(event.seq_ids, event.block_ids, event.hashes, strict=True):
+        seq = ledger.seq(seq_id)
+        for page, told in zip(pages, hashes, strict=True):
+            if page not in seq.block_table:
+                yield Clash(Fact("block_ids", page), Fact("table", [seq_id, [*seq.block_table]]))
+                continue
+            index = seq.block_table.index(page)
+            if (index + 1) * size > seq.num_computed_tokens:
+                told_page = Fact("block_ids", page)
+                yield Clash(told_page, Fact("num_computed", [seq_id, seq.num_computed_tokens]))
+                continue
+            yield from differ("hashes", told, "hash_of_tokens", ledger.chain_hash(seq_id, index))
+            if page in ledger.state.block_hashes or told in ledger.state.cached_blocks:
+                yield Clash(Fact("hashes", told), Fact("already_published", page))
+
+
+def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Clash]:
+    """What became full in this step can be found in the cache."""
+    step, size = ledger.step, ledger.state.block_size
+    if step is None or ledger.init is None or not ledger.init.enable_prefix_caching:
+        return
+    for seq_id, start in step.num_computed.items():
+        stop = start + step.num_scheduled[seq_id]
+        for index in range(start // size, stop // size):
+            chain_hash = ledger.chain_hash(seq_id, index)
+            if chain_hash not in ledger.state.cached_blocks:
+                full = Fact("full_page", [seq_id, index])
+                yield Clash(full, Fact("hash_of_tokens", chain_hash))
+                return
+
+
+def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+    """Free are the released pages that nobody else holds."""
+    counts = ledger.state.ref_counts
+    for seq_id, pages, freed in zip(event.seq_ids, event.block_ids, event.freed, strict=True):
+        table = ledger.seq(seq_id).block_table
+        yield from differ("block_ids", pages, "table_reversed", table[::-1])
+        known = [page for page in pages if counts[page] == 1]
+        yield from differ("freed", freed, "held_by_nobody_else", known)
+
+
+def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    """Every page is in a table or in the free list; its count is the number of its tables."""
+    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
+        return
+    state = ledger.state
+    held = Counter(page for seq_id in state.running for page in state.sequences[seq_id].block_table)
+    num_free = len(state.free_blocks)
+    if len(held) + num_free != state.num_blocks:
+        pages = Fact("free_and_held", [num_free, len(held)])
+        yield Clash(pages, Fact("num_blocks", state.num_blocks))
+    both = sorted(page for page in held if page in state.free_blocks)
+    if both:
+        yield Clash(Fact("held_pages", both), Fact("free_pages", both))
+
+
+def _counted(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
+        return
+    state = ledger.state
+    held = Counter(page for seq_id in state.running for page in state.sequences[seq_id].block_table)
+    for page, count in held.items():
+        if state.ref_counts[page] != count:
+            yield Clash(Fact("ref_count", [page, state.ref_counts[page]]), Fact("tables", count))
+            return
+
+
+def _free_blocks(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
+    yield from differ("free_blocks", event.free_blocks, "free_pages", len(ledger.state.free_blocks))
+
+
+_SCHEDULES = (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed)
+_REUSES = (ev.BlocksShare, ev.BlocksRevive)
+_TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
+RULES = (
+    Rule("free_list", "before", _TAKES, _from_head),
+    Rule("eviction", "before", _TAKES, _emptied),
+    Rule("eviction", "before", (ev.BlocksEvict,), _evict),
+    Rule("ref_counts", "before", _REUSES, _ref_count_of_reused),
+    Rule("hash_chain", "before", _REUSES, _hash_of_reused),
+    Rule("hash_chain", "before", (ev.BlocksHash,), _published),
+    Rule("cache_use", "before", (ev.BlocksAllocate,), _whole_prefix),
+    Rule("cache_use", "after", (ev.StepEnd,), _all_published),
+    Rule("table_length", "after", (ev.BlocksAllocate,), _table_after_admission),
+    Rule("table_length", "before", (ev.BlocksAppend,), _appended),
+    Rule("table_length", "after", _SCHEDULES, _tables),
+    Rule("ref_counts", "before", (ev.BlocksRelease,), _freed),
+    Rule("conservation", "after", (*_SCHEDULES, ev.StepEnd), _free_blocks),
+    Rule("conservation", "after", (ev.StepEnd, ev.GenerateFinish), _conserved),
+    Rule("ref_counts", "after", (ev.StepEnd,), _counted),
+)

@@ -1,0 +1,371 @@
+"""Rules for requests: how they come, in which queue they stand, who goes first, and how they end.
+
+Knows statuses, limits and the order of the two queues. Does not know pages or tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.check.finding import Clash, Fact, Rule, differ
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.check.ledger import Ledger
+
+_LEGAL = {
+    "admitted": [("WAITING", "RUNNING")],
+    "preempted": [("RUNNING", "WAITING")],
+    "aborted": [("WAITING", "FINISHED"), ("RUNNING", "FINISHED")],
+    "eos": [("RUNNING", "FINISHED")],
+    "stop_token": [("RUNNING", "FINISHED")],
+    "stop_string": [("RUNNING", "FINISHED")],
+    "max_tokens": [("RUNNING", "FINISHED")],
+    "max_model_len": [("RUNNING", "FINISHED")],
+}
+
+
+# -- coming ----------------------------------------------------------------------------------------
+
+
+def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
+    num_tokens = len(event.prompt_token_ids)
+    yield from differ("prompt_len", event.prompt_len, "num_prompt_token_ids", num_tokens)
+    if event.seq_id < ledger.next_seq_id or (
+        event.seq_id > ledger.next_seq_id and not ledger.is_reset
+    ):
+        yield Clash(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
+    vocab_size = ledger.header.model.get("vocab_size") if ledger.header else None
+    yield from _in_vocabulary("prompt_token_ids", event.prompt_token_ids, vocab_size)
+    init = ledger.init
+    if event.max_tokens < 1 or num_tokens < 1:
+        yield Clash(Fact("max_tokens", [num_tokens, event.max_tokens]), Fact("at_least", 1))
+    elif init is not None and ledger.ready is not None:
+        if num_tokens >= init.max_model_len:
+            yield Clash(Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len))
+        need = ledger.blocks_for(min(num_tokens + event.max_tokens, init.max_model_len) - 1)
+        if need > ledger.state.num_blocks:
+            yield Clash(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
+
+
+def _in_vocabulary(field: str, token_ids: list[int], vocab_size: object) -> Iterator[Clash]:
+    most = vocab_size if isinstance(vocab_size, int) else 2**32
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
+    if outside:
+        yield Clash(Fact(field, outside[0]), Fact("vocab_size", most))
+
+
+def _sampling(_ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
+    if event.temperature < 0:
+        yield Clash(Fact("temperature", event.temperature), Fact("at_least", 0))
+    if not 0 < event.top_p <= 1:
+        yield Clash(Fact("top_p", event.top_p), Fact("at_most", 1))
+
+
+def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
+    init = ledger.init
+    if init is None:
+        return
+    if event.need <= event.have:
+        yield Clash(Fact("need", event.need), Fact("have", event.have))
+    if event.reason == "prompt_too_long":
+        yield from differ("need", event.need, "prompt_and_one", event.prompt_len + 1)
+        yield from differ("have", event.have, "max_model_len", init.max_model_len)
+        return
+    yield from differ("have", event.have, "num_blocks", ledger.state.num_blocks)
+    least = ledger.blocks_for(event.prompt_len)
+    most = ledger.blocks_for(init.max_model_len - 1)
+    if not least <= event.need <= most:
+        yield Clash(Fact("need", event.need), Fact("pages_from_to", [least, most]))
+    if event.prompt_len >= init.max_model_len:
+        yield Clash(Fact("prompt_len", event.prompt_len), Fact("max_model_len", init.max_model_len))
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Iterator[Clash]:
+    waiting, running = len(ledger.state.waiting), len(ledger.state.running)
+    yield from differ("waiting_len", event.waiting_len, "waiting_queue", waiting)
+    if not isinstance(event, ev.RequestEnqueue | ev.AdmissionStop):
+        yield from differ("running_len", event.running_len, "running_queue", running)
+
+
+def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Clash]:
+    """After any move: in the queue of its status, once, and in no other."""
+    waiting = ledger.state.waiting.count(event.seq_id)
+    running = ledger.state.running.count(event.seq_id)
+    status = "WAITING" if isinstance(event, ev.RequestEnqueue) else event.status
+    known = [int(status == "WAITING"), int(status == "RUNNING")]
+    yield from differ("status", [waiting, running], "places_by_status", known)
+
+
+def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+    move, seq = (event.previous, event.status), ledger.seq(event.seq_id)
+    if move not in _LEGAL[event.reason]:
+        yield Clash(Fact("status", [*move]), Fact("legal_for_reason", _LEGAL[event.reason]))
+    yield from differ("previous", event.previous, "status_before", seq.status)
+    last, expected = ledger.last, None
+    match last:
+        case ev.BlocksAllocate():
+            expected = (last.seq_ids[-1], event.reason == "admitted")
+        case ev.Preempt():
+            expected = (last.seq_id, event.reason == "preempted")
+        case ev.RequestAbort():
+            expected = (last.seq_id, event.reason == "aborted")
+        case ev.BlocksRelease(step=None):
+            expected = (last.seq_ids[-1], event.reason == "aborted")
+        case ev.BlocksRelease():
+            expected = (last.seq_ids[-1], event.reason not in {"admitted", "preempted", "aborted"})
+    if expected is not None:
+        yield from differ("seq_id", event.seq_id, "event_before", expected[0])
+        if not expected[1] and last is not None:
+            yield Clash(Fact("reason", event.reason), Fact("event_before", ev.tag_of(last)))
+    if event.status != "RUNNING" and seq.block_table:
+        yield Clash(Fact("status", event.status), Fact("table", [*seq.block_table]))
+
+
+def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+    seq = ledger.seq(event.seq_id)
+    num_tokens = seq.num_completion_tokens
+    yield from differ(
+        "num_completion_tokens", event.num_completion_tokens, "num_sampled", num_tokens
+    )
+    yield from differ("max_tokens", event.max_tokens, "asked_max_tokens", seq.max_tokens)
+    token_id = seq.token_ids[-1] if num_tokens else None
+    yield from differ("token_id", event.token_id, "last_sampled", token_id)
+
+
+def _told_of_abort(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Clash]:
+    seq = ledger.seq(event.seq_id)
+    known = seq.num_completion_tokens
+    yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", known)
+    if seq.status == "FINISHED":
+        yield Clash(Fact("seq_id", event.seq_id), Fact("status_before", seq.status))
+
+
+def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+    if isinstance(ledger.last, ev.RequestAbort):
+        yield from differ("seq_ids", event.seq_ids, "event_before", [ledger.last.seq_id])
+
+
+# -- admission and preemption ----------------------------------------------------------------------
+
+
+def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+    if event.reason == "admitted":
+        yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
+
+
+def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+    """There was a place, and budget for all of it, or it was the one that may be cut."""
+    if event.reason != "admitted" or ledger.init is None:
+        return
+    seq, running = ledger.seq(event.seq_id), ledger.state.running
+    if len(running) >= ledger.init.max_num_seqs:
+        most = ledger.init.max_num_seqs
+        yield Clash(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
+    need = len(seq.token_ids) - seq.num_computed_tokens
+    left, may_cut = _budget(ledger)
+    if need > left and not may_cut:
+        yield Clash(Fact("tokens_needed", need), Fact("budget_left", left))
+
+
+def _budget(ledger: Ledger) -> tuple[int, bool]:
+    """The step's tokens that are left for the next prompt, and whether it may be cut."""
+    if ledger.init is None:
+        return 0, False
+    is_mixed = ledger.init.policy == "mixed"
+    batch = ledger.batch(ledger.state.running, "mixed" if is_mixed else "prefill")
+    left = ledger.init.max_num_batched_tokens - sum(batch.values())
+    is_first = not any(map(ledger.is_prefilling, batch))
+    return left, left > 0 and (is_mixed or is_first)
+
+
+def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Clash]:
+    """The head waits for the first of the limits that it meets, and that limit is met."""
+    yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
+    if ledger.step is not None and ledger.step.stop is not None:
+        yield Clash(
+            Fact("event", ev.tag_of(event)), Fact("already_stopped", ledger.step.stop.seq_id)
+        )
+    known = _limit(ledger, ledger.state.waiting[0])
+    told = (event.reason, event.need, event.have)
+    yield from differ("reason_need_have", told, "limit_met", known)
+
+
+def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
+    """Why a waiting request cannot be admitted now, its need and what there is; None if it can."""
+    init, state = ledger.init, ledger.state
+    if init is None:
+        return None
+    num_running = len(state.running)
+    has_admitted = ledger.step is not None and bool(ledger.step.admitted)
+    if init.policy == "static" and num_running and not has_admitted:
+        return "static_batch", num_running, 0
+    if num_running >= init.max_num_seqs:
+        return "max_num_seqs", num_running + 1, init.max_num_seqs
+    num_tokens = len(ledger.seq(seq_id).token_ids)
+    prefix = ledger.cached_prefix(seq_id)
+    need = ledger.blocks_for(num_tokens) - sum(state.ref_counts[page] > 0 for page in prefix)
+    if need > len(state.free_blocks):
+        return "no_blocks", need, len(state.free_blocks)
+    need = num_tokens - len(prefix) * state.block_size
+    left, may_cut = _budget(ledger)
+    if need > left and not may_cut:
+        fits_a_step = init.policy == "mixed" or need <= init.max_num_batched_tokens
+        return "token_budget" if fits_a_step else "chunk_not_first", need, left
+    return None
+
+
+def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    """Whoever still waits was told why: nobody can be admitted, unless it was just preempted."""
+    step, init = ledger.step, ledger.init
+    if step is None or init is None:
+        return
+    comes_back = init.policy == "mixed"  # the preempted are asked again in the same step
+    waiting = [s for s in ledger.state.waiting if comes_back or s not in step.preempted]
+    if waiting and step.stop is None:
+        yield Clash(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
+
+
+def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Clash]:
+    yield from differ("seq_id", event.seq_id, "running_tail", ledger.state.running[-1])
+    seq_id, num_computed, num_freed = ledger.released
+    yield from differ("seq_id", event.seq_id, "event_before", seq_id)
+    yield from differ("num_blocks_freed", event.num_blocks_freed, "pages_freed", num_freed)
+    yield from differ(
+        "num_tokens_to_recompute", event.num_tokens_to_recompute, "num_computed", num_computed
+    )
+    in_need = (
+        other
+        for other in ledger.state.running[:-1]
+        if not ledger.is_prefilling(other) and ledger.needs_page(other)
+    )
+    known = next(in_need, ledger.state.running[-1])
+    yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", known)
+
+
+def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+    """Nobody gives up pages while there are free ones (an end, or an abort, is no preemption)."""
+    is_preemption = ledger.step is not None and ledger.step.schedule is None
+    num_free = len(ledger.state.free_blocks)
+    if is_preemption and event.step is not None and num_free:
+        yield Clash(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
+
+
+# -- leaving ---------------------------------------------------------------------------------------
+
+
+def _reason_to_end(ledger: Ledger, seq_id: int) -> str | None:
+    """Why a request that has just got a token ends, as far as a trace can tell."""
+    request, seq = ledger.requests[seq_id], ledger.seq(seq_id)
+    token_id = seq.token_ids[-1]
+    eos_token_ids = ledger.ready.eos_token_ids if ledger.ready else []
+    if token_id in eos_token_ids and not request.ignore_eos:
+        return "eos"
+    if token_id in (request.stop_token_ids or ()):
+        return "stop_token"
+    if seq.num_completion_tokens >= request.max_tokens:
+        return "max_tokens"
+    if ledger.init is not None and len(seq.token_ids) >= ledger.init.max_model_len:
+        return "max_model_len"
+    return None
+
+
+def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+    if event.status != "FINISHED" or event.reason == "aborted":
+        return
+    if event.reason == "stop_string":
+        if not ledger.requests[event.seq_id].stop:
+            yield Clash(Fact("reason", event.reason), Fact("asked_stop", None))
+        return
+    yield from differ("reason", event.reason, "reason_to_end", _reason_to_end(ledger, event.seq_id))
+
+
+def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
+    """Nobody goes on past its end; and the ended are told in the order of the batch."""
+    step = ledger.step
+    if step is None:
+        return
+    for seq_id in step.sampled:
+        if seq_id not in step.finished and (reason := _reason_to_end(ledger, seq_id)):
+            yield Clash(Fact("running", seq_id), Fact("reason_to_end", reason))
+    yield from differ("finished", event.finished, "ended_in_step", step.finished)
+    in_order = [seq_id for seq_id in step.sampled if seq_id in step.finished]
+    yield from differ("finished", step.finished, "order_of_batch", in_order)
+
+
+def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Clash]:
+    seq = ledger.seq(event.seq_id)
+    due = ledger.outputs_due[0] if ledger.outputs_due else None
+    yield from differ("seq_id", event.seq_id, "output_due", due)
+    yield from differ("reason", event.reason, "reason_of_end", seq.finish_reason)
+    yield from differ(
+        "num_prompt_tokens", event.num_prompt_tokens, "num_prompt_token_ids", seq.prompt_len
+    )
+    yield from differ(
+        "num_completion_tokens",
+        event.num_completion_tokens,
+        "num_sampled",
+        seq.num_completion_tokens,
+    )
+
+
+def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Clash]:
+    """A reset ends everybody, each with the tokens that it had (the newest may not be appended)."""
+    living = sorted({*ledger.state.waiting, *ledger.state.running, *ledger.outputs_due})
+    # A request may be ended whose arrival was cut off; and one whose output was said just before.
+    missing = [seq_id for seq_id in living if seq_id not in event.seq_ids]
+    if missing:
+        yield Clash(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
+    unknown = [s for s in event.seq_ids if s not in ledger.requests and s < ledger.next_seq_id]
+    yield from differ("seq_ids", event.seq_ids, "ascending", sorted({*event.seq_ids, *unknown}))
+    if unknown:
+        yield Clash(Fact("seq_ids", unknown), Fact("unfinished", living))
+    for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
+        if seq_id in ledger.requests:
+            most = len(ledger.seq(seq_id).token_ids)
+            is_sampled = isinstance(ledger.step and ledger.step.sample, ev.SampleTokens)
+            if not most - is_sampled <= num_tokens <= most:
+                yield Clash(
+                    Fact("num_tokens", [seq_id, num_tokens]), Fact("num_tokens_known", most)
+                )
+
+
+RULES = (
+    Rule("arrival", "before", (ev.RequestEnqueue,), _arrival),
+    Rule("arrival", "before", (ev.RequestEnqueue,), _sampling),
+    Rule("arrival", "before", (ev.RequestRefused,), _refusal),
+    Rule(
+        "queue_lengths",
+        "after",
+        (
+            *(ev.RequestEnqueue, ev.AdmissionStop, ev.StepEnd),
+            *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed),
+        ),
+        _waiting_len,
+    ),
+    Rule("one_queue", "after", (ev.RequestEnqueue, ev.StateTransition), _one_queue),
+    Rule("transitions", "before", (ev.StateTransition,), _legal),
+    Rule("request_facts", "before", (ev.StateTransition,), _told_of_request),
+    Rule("request_facts", "before", (ev.RequestAbort,), _told_of_abort),
+    Rule("transitions", "before", (ev.BlocksRelease,), _of_abort),
+    Rule("head_first", "before", (ev.StateTransition,), _head_first),
+    Rule("budgets", "before", (ev.StateTransition,), _admitted),
+    Rule("admission_stop", "before", (ev.AdmissionStop,), _stop),
+    Rule(
+        "admission_stop",
+        "after",
+        (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed),
+        _nobody_forgotten,
+    ),
+    Rule("youngest_first", "before", (ev.Preempt,), _youngest),
+    Rule("youngest_first", "before", (ev.BlocksRelease,), _last_resort),
+    Rule("ends", "before", (ev.StateTransition,), _end),
+    Rule("ends", "before", (ev.StepEnd,), _due),
+    Rule("request_facts", "before", (ev.RequestOutput,), _output),
+    Rule("transitions", "before", (ev.EngineReset,), _reset),
+)

@@ -1,0 +1,207 @@
+"""Rules for an engine's start: its settings, the sum that ends in the number of pages, the graphs.
+
+Knows what is said twice, and the rules by which a pool is sized. Does not know requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.check.finding import Clash, Fact, Rule, differ
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.check.ledger import Ledger
+
+_CONFIG_NAMES = {"tp_size": "tensor_parallel_size", "block_size": "kvcache_block_size"}
+_SETTINGS = (
+    *("model", "tp_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"),
+    *("device", "dtype", "attention_backend", "attention_reason", "fused_kernels"),
+    *("enforce_eager", "enable_prefix_caching", "policy", "seed"),
+)
+_ORDER = (
+    *("ENGINE_INIT", "TP_RUNTIME_INIT", "MODEL_WEIGHTS_LOADED", "WARMUP_MODEL"),
+    *("KV_BUDGET_ESTIMATE", "CUDAGRAPH_CAPTURE", "CUDAGRAPH_SKIP", "ENGINE_READY"),
+)
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _settings(ledger: Ledger, event: ev.EngineInit) -> Iterator[Clash]:
+    config = ledger.header.config if ledger.header else {}
+    for field in _SETTINGS:
+        known = config.get(_CONFIG_NAMES.get(field, field))
+        told = getattr(event, field)
+        if known is not None and told not in {None, "not_recorded"}:
+            yield from differ(field, told, "header_config", known)
+    limits = (event.max_num_batched_tokens, event.max_num_seqs, event.block_size)
+    if min(limits) < 1:
+        yield Clash(Fact("block_size", limits), Fact("at_least", 1))
+
+
+def _place(ledger: Ledger, event: ev.TpRuntimeInit) -> Iterator[Clash]:
+    header, init = ledger.header, ledger.init
+    if header is not None:
+        yield from differ("rank", event.rank, "header_rank", header.rank)
+        yield from differ("world_size", event.world_size, "header_world_size", header.world_size)
+    if init is not None:
+        yield from differ("world_size", event.world_size, "tp_size", init.tp_size)
+        yield from differ("device", event.device.partition(":")[0], "engine_device", init.device)
+    is_alone = event.world_size == 1
+    yield from differ("backend", event.backend is None, "is_single_process", is_alone)
+
+
+def _weights(_ledger: Ledger, event: ev.ModelWeightsLoaded) -> Iterator[Clash]:
+    if min(event.num_files, event.num_keys, event.num_bytes) < 1:
+        told = [event.num_files, event.num_keys, event.num_bytes]
+        yield Clash(Fact("num_files", told), Fact("at_least", 1))
+
+
+def _warmup(ledger: Ledger, event: ev.WarmupModel) -> Iterator[Clash]:
+    yield from differ(
+        "num_tokens", event.num_tokens, "num_seqs_x_seq_len", event.num_seqs * event.seq_len
+    )
+    if ledger.init is not None:
+        init = ledger.init
+        seq_len = min(init.max_num_batched_tokens, init.max_model_len)
+        num_seqs = min(init.max_num_batched_tokens // seq_len, init.max_num_seqs)
+        yield from differ("seq_len", event.seq_len, "longest_prefill", seq_len)
+        yield from differ("num_seqs", event.num_seqs, "largest_prefill", num_seqs)
+
+
+def _page_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
+    product = 2 * event.num_layers * event.block_size * event.num_kv_heads
+    product *= event.head_dim * event.dtype_bytes
+    yield from differ("block_bytes", event.block_bytes, "page_product", product)
+    model = ledger.header.model if ledger.header else {}
+    world_size = ledger.header.world_size if ledger.header else 1
+    for field, name in (
+        ("num_layers", "num_hidden_layers"),
+        ("head_dim", "head_dim"),
+        ("num_kv_heads", "num_key_value_heads"),
+    ):
+        known = model.get(name)
+        if known is not None and field == "num_kv_heads":
+            known = max(1, known // world_size)
+        if known is not None:
+            yield from differ(field, getattr(event, field), "header_model", known)
+    if ledger.init is not None:
+        yield from differ(
+            "block_size", event.block_size, "engine_block_size", ledger.init.block_size
+        )
+        known = _BYTES.get(ledger.init.dtype, event.dtype_bytes)
+        yield from differ("dtype_bytes", event.dtype_bytes, "engine_dtype", known)
+    peak_bytes = ledger.warmup.peak_bytes if ledger.warmup else None
+    yield from differ("peak_bytes", event.peak_bytes, "warmup_peak_bytes", peak_bytes)
+
+
+def _pool_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
+    used = event.total_bytes - event.free_bytes
+    yield from differ("used_bytes", event.used_bytes, "total_less_free", used)
+    config = ledger.header.config if ledger.header else {}
+    utilization = config.get("gpu_memory_utilization", event.utilization)
+    yield from differ("utilization", event.utilization, "header_config", utilization)
+    available = int(event.total_bytes * event.utilization) - event.used_bytes
+    if event.peak_bytes is not None and event.current_bytes is not None:
+        available -= event.peak_bytes - event.current_bytes + (event.graph_pool_bytes or 0)
+    elif event.limit_bytes is not None:
+        available = min(available, event.limit_bytes) // max(event.num_local_ranks, 1)
+    yield from differ("available_bytes", event.available_bytes, "room_sum", available)
+    is_measured = event.peak_bytes is not None
+    yield from differ("limit_bytes", event.limit_bytes is None, "is_measured", is_measured)
+    world_size = ledger.header.world_size if ledger.header else event.num_local_ranks
+    if not 1 <= event.num_local_ranks <= world_size:
+        yield Clash(Fact("num_local_ranks", event.num_local_ranks), Fact("at_most", world_size))
+    is_given = config.get("num_kvcache_blocks") is not None
+    if is_given:
+        yield from differ("rule", event.rule, "header_config", "given")
+    rules = ("given", "cpu_bounded" if event.peak_bytes is None else "gpu_measured")
+    if event.rule not in rules:
+        yield Clash(Fact("rule", event.rule), Fact("rule_by_terms", rules[1]))
+    fit = max(event.available_bytes, 0) // max(event.block_bytes, 1)
+    is_least = ledger.header is not None and ledger.header.world_size > 1  # another rank's, perhaps
+    if event.rule != "given" and (
+        event.num_blocks > fit or (event.num_blocks < fit and not is_least)
+    ):
+        yield Clash(Fact("num_blocks", event.num_blocks), Fact("pages_that_fit", fit))
+
+
+def _graphs(ledger: Ledger, event: ev.CudagraphCapture) -> Iterator[Clash]:
+    sizes = event.batch_sizes
+    yield from differ("batch_sizes", sizes, "ascending", sorted({s for s in sizes if s > 0}))
+    if ledger.init is not None and sizes:
+        most = ledger.init.max_num_seqs
+        if sizes[-1] > most:
+            yield Clash(Fact("batch_sizes", sizes[-1]), Fact("max_num_seqs", most))
+
+
+def _no_graphs(ledger: Ledger, event: ev.CudagraphSkip) -> Iterator[Clash]:
+    if ledger.init is None:
+        return
+    if ledger.init.enforce_eager or event.reason == "enforce_eager":
+        is_told = event.reason == "enforce_eager"
+        yield from differ("reason", is_told, "enforce_eager", ledger.init.enforce_eager)
+    elif ledger.init.device == "cpu" or event.reason == "device_has_no_graphs":
+        known = "device_has_no_graphs" if ledger.init.device == "cpu" else "cuda"
+        yield from differ("reason", event.reason, "engine_device", known)
+    elif not ledger.init.fused_kernels or event.reason == "no_fused_kernels":
+        is_told = event.reason == "no_fused_kernels"
+        yield from differ("reason", is_told, "no_fused_kernels", not ledger.init.fused_kernels)
+
+
+def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
+    told = event.num_kvcache_blocks
+    if ledger.budget is not None:
+        yield from differ("num_kvcache_blocks", told, "budget_blocks", ledger.budget.num_blocks)
+    if ledger.header is None:
+        return
+    given = ledger.header.config.get("num_kvcache_blocks")
+    if given is not None:
+        yield from differ("num_kvcache_blocks", told, "header_config", given)
+    eos_token_ids = ledger.header.model.get("eos_token_ids")
+    if eos_token_ids:
+        yield from differ("eos_token_ids", event.eos_token_ids, "header_model", [*eos_token_ids])
+
+
+def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    """Each once, in order; and where a runner tells of its start, it tells all of it."""
+    tag = ev.tag_of(event)
+    place = _ORDER.index(tag)
+    for other in ledger.started:
+        if _ORDER.index(other) >= place or (tag == "CUDAGRAPH_SKIP" and ledger.graphs is not None):
+            yield Clash(Fact("event", tag), Fact("already_started", other))
+            break
+    if tag != "ENGINE_READY" or ledger.started in (["ENGINE_INIT"], []):
+        return
+    missing = {*_ORDER} - {*ledger.started, tag, "WARMUP_MODEL"}
+    if missing & {"CUDAGRAPH_CAPTURE"} and "CUDAGRAPH_SKIP" in ledger.started:
+        missing -= {"CUDAGRAPH_CAPTURE"}
+    elif "CUDAGRAPH_CAPTURE" in ledger.started:
+        missing -= {"CUDAGRAPH_SKIP"}
+    if missing:
+        yield Clash(Fact("event", tag), Fact("must_precede", sorted(missing)))
+
+
+def _begins(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    if ledger.last is None and ledger.header is not None and ledger.header.rank == 0:
+        yield from differ("event", ev.tag_of(event), "first_event", "ENGINE_INIT")
+
+
+_START = (
+    *(ev.EngineInit, ev.TpRuntimeInit, ev.ModelWeightsLoaded, ev.WarmupModel),
+    *(ev.KvBudgetEstimate, ev.CudagraphCapture, ev.CudagraphSkip, ev.EngineReady),
+)
+RULES = (
+    Rule("order", "before", (), _begins),
+    Rule("order", "before", _START, _order),
+    Rule("settings", "before", (ev.EngineInit,), _settings),
+    Rule("settings", "before", (ev.TpRuntimeInit,), _place),
+    Rule("settings", "before", (ev.ModelWeightsLoaded,), _weights),
+    Rule("settings", "before", (ev.WarmupModel,), _warmup),
+    Rule("settings", "before", (ev.CudagraphSkip,), _no_graphs),
+    Rule("pool_size", "before", (ev.KvBudgetEstimate,), _page_size),
+    Rule("pool_size", "before", (ev.KvBudgetEstimate,), _pool_size),
+    Rule("pool_size", "before", (ev.EngineReady,), _ready),
+    Rule("graph_size", "before", (ev.CudagraphCapture,), _graphs),
+)

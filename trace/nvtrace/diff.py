@@ -1,0 +1,349 @@
+"""Diff: two traces, and where their runs part.
+
+    settings     which of them differ
+    decision     the first that differs, and both states there
+    latencies    each request's in both (reported, never decisive)
+    tokens       the first that differs, for each request
+
+Knows which events are decisions, and what of them is one: who, how much, which pages, and why.
+Budgets and counters that only follow from the settings (`token_budget`, `free_blocks`, `have`) are
+none, nor are times, tokens and hashes. Does not know tables or words. Needs no engine.
+
+Both traces are read side by side, once; of each, the requests are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from nvtrace import events as ev
+from nvtrace.envelope import Header
+from nvtrace.measure import Measure
+from nvtrace.replay import InconsistentTraceError, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace.envelope import Record
+    from nvtrace.metrics import RequestMetrics
+
+_NO_DECISION = (
+    *("event_id", "ts_ns", "step", "phase"),
+    *("token_budget", "free_blocks", "have", "token_id", "hashes"),
+)
+_DECISIONS = (
+    *(ev.RequestEnqueue, ev.RequestRefused, ev.RequestAbort, ev.EngineReset),
+    *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed, ev.AdmissionStop, ev.Preempt),
+    *(ev.StateTransition, ev.BlocksShare, ev.BlocksRevive, ev.BlocksAllocate, ev.BlocksAppend),
+    *(ev.BlocksHash, ev.BlocksEvict, ev.BlocksRelease),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that differs; None where one of the traces does not tell it."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ShortState:
+    """An engine's state, in short.
+
+    Attributes:
+        waiting, running: the queues.
+        num_free_blocks: free KV pages.
+        num_cached_blocks: published ones, free or not.
+    """
+
+    waiting: tuple[int, ...]
+    running: tuple[int, ...]
+    num_free_blocks: int
+    num_cached_blocks: int
+
+    @classmethod
+    def of(cls, state: State) -> ShortState:
+        """What `state` is now."""
+        num_cached = len(state.cached_blocks)
+        return cls((*state.waiting,), (*state.running,), len(state.free_blocks), num_cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One trace at the first decision that differs.
+
+    Attributes:
+        step: the engine step; None between two steps, or at the trace's end.
+        event: the decision's event; None at the trace's end.
+        value: the field's value.
+        facts: all that the event tells of the decision.
+        state: after the decision.
+    """
+
+    step: int | None
+    event: str | None
+    value: Any
+    facts: dict[str, Any]
+    state: ShortState
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The first decision that differs.
+
+    Attributes:
+        number: decisions before it, which are the same.
+        after_step: the last step in which all is the same, or which it follows.
+        field: what differs first: a field, "step", or "event" for another kind of decision.
+    """
+
+    number: int
+    after_step: int
+    field: str
+    a: Side
+    b: Side
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A request that ended in both traces."""
+
+    seq_id: int
+    a: RequestMetrics
+    b: RequestMetrics
+
+    @property
+    def ttft_ratio(self) -> float | None:
+        """B's time to first token / A's."""
+        return _ratio(self.a.time_to_first_token_ns, self.b.time_to_first_token_ns)
+
+    @property
+    def e2e_ratio(self) -> float | None:
+        """B's end-to-end latency / A's."""
+        return _ratio(self.a.e2e_request_latency_ns, self.b.e2e_request_latency_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A request with other tokens.
+
+    Attributes:
+        seq_id: the request.
+        index: how many generated tokens are the same before.
+        a, b: the token there; None if that answer is over.
+        num_a, num_b: the answers' lengths.
+    """
+
+    seq_id: int
+    index: int
+    a: int | None
+    b: int | None
+    num_a: int
+    num_b: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two traces differ in.
+
+    Attributes:
+        settings: those that differ.
+        decision: the first that differs; None if all are the same.
+        num_decisions: that were compared: all, or those before it.
+        latencies: of the requests that ended in both; none if one of the traces does not know.
+        num_untimed: steps of simulated traces whose time nobody knows.
+        only_a, only_b: requests that one of them alone has.
+        tokens: of the requests in both, those with other tokens.
+        num_same_tokens: and how many have the same.
+    """
+
+    settings: list[Setting]
+    decision: Decision | None
+    num_decisions: int
+    latencies: list[Latency]
+    num_untimed: int
+    only_a: list[int]
+    only_b: list[int]
+    tokens: list[Tokens]
+    num_same_tokens: int
+
+    @property
+    def ttft_ratio(self) -> float | None:
+        """The median request's."""
+        return _median(latency.ttft_ratio for latency in self.latencies)
+
+    @property
+    def e2e_ratio(self) -> float | None:
+        """The median request's."""
+        return _median(latency.e2e_ratio for latency in self.latencies)
+
+
+def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
+    """Compare two traces.
+
+    Args:
+        a: what `read_trace` yields of the one.
+        b: and of the other.
+
+    Raises:
+        InconsistentTraceError: an event cannot follow from those before it, in the one that the
+            error names.
+    """
+    left, right = _Trace("A", a), _Trace("B", b)
+    decision: Decision | None = None
+    number = last_step = 0
+    for mine, theirs in zip_longest(left.decisions(), right.decisions()):
+        name = _first_difference(mine, theirs)
+        if name is not None:
+            sides = left.side(mine, name), right.side(theirs, name)
+            decision = Decision(number, last_step, name, *sides)
+            break
+        number += 1
+        last_step = mine.step or last_step
+    for trace in (left, right):
+        trace.read_the_rest()
+    both = sorted(left.state.sequences.keys() & right.state.sequences.keys())
+    num_untimed = left.num_untimed + right.num_untimed
+    tokens = [found for seq_id in both if (found := _tokens(seq_id, left.state, right.state))]
+    return Difference(
+        settings=_settings(left.settings, right.settings),
+        decision=decision,
+        num_decisions=number,
+        latencies=[
+            Latency(seq_id, left.ended[seq_id], right.ended[seq_id])
+            for seq_id in both
+            if seq_id in left.ended and seq_id in right.ended and not num_untimed
+        ],
+        num_untimed=num_untimed,
+        only_a=sorted(left.state.sequences.keys() - right.state.sequences.keys()),
+        only_b=sorted(right.state.sequences.keys() - left.state.sequences.keys()),
+        tokens=tokens,
+        num_same_tokens=len(both) - len(tokens),
+    )
+
+
+@dataclass(slots=True)
+class _Trace:
+    """One of the two, while it is read."""
+
+    name: str
+    records: Iterable[Record]
+    state: State = field(default_factory=State)
+    measure: Measure = field(default_factory=Measure)
+    ended: dict[int, RequestMetrics] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_untimed: int = 0
+
+    def __post_init__(self) -> None:
+        self.records = iter(self.records)
+
+    def decisions(self) -> Iterator[ev.Event]:
+        """Each decision, when the state has taken it in."""
+        for record in self.records:
+            self._take(record)
+            if isinstance(record, _DECISIONS):
+                yield record
+
+    def read_the_rest(self) -> None:
+        """Take in what is left."""
+        for record in self.records:
+            self._take(record)
+
+    def side(self, decision: ev.Event | None, name: str) -> Side:
+        """This trace, at a decision that differs in `name`."""
+        state = ShortState.of(self.state)
+        if decision is None:
+            return Side(None, None, None, {}, state)
+        tag = ev.tag_of(decision)
+        value = tag if name == "event" else getattr(decision, name)
+        return Side(decision.step, tag, value, _facts(decision), state)
+
+    def _take(self, record: Record) -> None:
+        try:
+            self.state.apply(record)
+            for request in self.measure.apply(record):
+                self.ended[request.seq_id] = request
+        except InconsistentTraceError as error:
+            raise InconsistentTraceError(f"trace {self.name}: {error}") from error
+        match record:
+            case Header():
+                self.settings |= _of_header(record)
+                self.num_untimed = record.clock.get("num_untimed_steps", 0)
+            case ev.EngineInit():
+                self.settings |= _facts(record)
+            case ev.EngineReady():
+                self.settings["num_kvcache_blocks"] = record.num_kvcache_blocks
+                self.settings["eos_token_ids"] = record.eos_token_ids
+
+
+def _of_header(header: Header) -> dict[str, Any]:
+    """What a header tells of the run; what ENGINE_INIT tells as well is told once, by its name."""
+    config = header.config | {"block_size": header.config.get("kvcache_block_size")}
+    config |= {"tp_size": header.config.get("tensor_parallel_size")}
+    twice = {"kvcache_block_size", "tensor_parallel_size"}
+    known = {name: value for name, value in config.items() if name not in twice}
+    return {
+        **{name: value for name, value in known.items() if value is not None},
+        "mode": header.mode,
+        "engine_version": header.engine.get("version"),
+        **{f"environment.{name}": value for name, value in header.environment.items()},
+        **{f"model.{name}": value for name, value in header.model.items()},
+    }
+
+
+def _facts(event: ev.Event) -> dict[str, Any]:
+    return {
+        name: getattr(event, name) for name in event.__struct_fields__ if name not in _NO_DECISION
+    }
+
+
+def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
+    names = [*a, *(name for name in b if name not in a)]
+    return [Setting(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
+
+
+def _first_difference(a: ev.Event | None, b: ev.Event | None) -> str | None:
+    """The first thing in which two decisions differ; None if they are the same."""
+    if a is None or b is None or type(a) is not type(b):
+        return "event"
+    if a.step != b.step:
+        return "step"
+    for name in a.__struct_fields__:
+        if name not in _NO_DECISION and getattr(a, name) != getattr(b, name):
+            return name
+    return None
+
+
+def _tokens(seq_id: int, a: State, b: State) -> Tokens | None:
+    mine, theirs = (_completion(state, seq_id) for state in (a, b))
+    if mine == theirs:
+        return None
+    pairs = zip(mine, theirs, strict=False)
+    index = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(mine), len(theirs)))
+    return Tokens(
+        seq_id=seq_id,
+        index=index,
+        a=mine[index] if index < len(mine) else None,
+        b=theirs[index] if index < len(theirs) else None,
+        num_a=len(mine),
+        num_b=len(theirs),
+    )
+
+
+def _completion(state: State, seq_id: int) -> list[int]:
+    seq = state.sequences[seq_id]
+    return seq.token_ids[seq.prompt_len :]
+
+
+def _ratio(a: int | None, b: int | None) -> float | None:
+    return b / a if a and b is not None else None
+
+
+def _median(ratios: Iterable[float | None]) -> float | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return median(known) if known else None

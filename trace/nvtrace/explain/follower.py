@@ -1,0 +1,136 @@
+"""Follower: the engine's state beside its trace, step by step, and where shared pages come from.
+
+Knows when a step is over, and who holds or computed a page. Does not know what is explained with
+it. Forgets requests that have ended, so that a long trace is followed in little memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.replay import InconsistentTraceError, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
+
+
+class NotInTraceError(ValueError):
+    """The trace does not have the request, or the step, that is asked for."""
+
+
+@dataclass(slots=True)
+class Sources:
+    """Where the pages of one request came from when it was admitted."""
+
+    num_shared: int = 0
+    shared_with: set[int] = field(default_factory=set)
+    num_revived: int = 0
+    left_by: set[int] = field(default_factory=set)
+    num_new: int = 0
+    event_ids: list[int] = field(default_factory=list)
+
+
+class Follower:
+    """The state after each event.
+
+    Attributes:
+        state: of the engine; requests that ended in an earlier step are left out.
+        step: the last engine step that the trace has begun; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.step = 0
+        self._is_in_step = False
+        self._publishers: dict[int, int] = {}  # published page -> who computed it
+        self._ended: list[int] = []
+
+    def apply(self, event: ev.AnyEvent) -> None:
+        """Take in one event.
+
+        Raises:
+            InconsistentTraceError: it cannot follow from those before it.
+        """
+        if event.step is None:
+            self._is_in_step = False
+        elif not self._is_in_step or event.step != self.step:
+            self._begin_step(event.step)
+        self.state.apply(event)
+        match event:
+            case ev.BlocksHash():
+                for seq_id, block_ids in zip(event.seq_ids, event.block_ids, strict=True):
+                    self._publishers.update(dict.fromkeys(block_ids, seq_id))
+            case ev.StateTransition() if event.status == "FINISHED":
+                self._ended.append(event.seq_id)
+            case ev.EngineReset():
+                self._ended += event.seq_ids
+
+    def _begin_step(self, step: int) -> None:
+        if step <= self.step:
+            raise InconsistentTraceError(f"step {step} comes after step {self.step}")
+        self.step, self._is_in_step = step, True
+        for seq_id in self._ended:
+            self.state.sequences.pop(seq_id, None)
+        self._ended = []
+
+    def note_sources(self, event: ev.AnyEvent, seq_id: int, sources: Sources) -> None:
+        """Add what a page event, not yet applied, says of `seq_id`."""
+        if not isinstance(event, ev.BlocksShare | ev.BlocksRevive | ev.BlocksAllocate):
+            return
+        if seq_id not in event.seq_ids:
+            return
+        block_ids = event.block_ids[event.seq_ids.index(seq_id)]
+        sources.event_ids.append(event.event_id)
+        match event:
+            case ev.BlocksShare():
+                sources.num_shared += len(block_ids)
+                sources.shared_with |= self._holders(set(block_ids))
+            case ev.BlocksRevive():
+                sources.num_revived += len(block_ids)
+                publishers = self._publishers
+                sources.left_by |= {publishers[page] for page in block_ids if page in publishers}
+            case ev.BlocksAllocate():
+                sources.num_new += len(block_ids)
+
+    def _holders(self, block_ids: set[int]) -> set[int]:
+        """Who holds any of the pages."""
+        return {
+            seq_id
+            for seq_id in self.state.running
+            if not block_ids.isdisjoint(self.state.sequences[seq_id].block_table)
+        }
+
+
+def rows_of(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """The batch in two: those who get one token, and those who compute (a chunk of) a prompt."""
+    match schedule:
+        case ev.ScheduleDecode():
+            return schedule.seq_ids, []
+        case ev.ScheduleMixed():
+            num_decodes = schedule.num_decodes
+            return schedule.seq_ids[:num_decodes], schedule.seq_ids[num_decodes:]
+    return [], schedule.seq_ids
+
+
+def idle_reason(schedule: Schedule) -> str:
+    """Why somebody who is running is not in the batch."""
+    return "prefills_first" if isinstance(schedule, ev.SchedulePrefill) else "token_budget"
+
+
+@contextmanager
+def consistent(event: ev.AnyEvent) -> Iterator[None]:
+    """Turn what goes wrong with an event into the error that the trace disagrees with itself."""
+    try:
+        yield
+    except InconsistentTraceError:
+        raise
+    except (KeyError, IndexError, ValueError) as error:
+        raise InconsistentTraceError(
+            f"event {event.event_id} ({ev.tag_of(event)}) does not follow from the events before "
+            f"it: {type(error).__name__} {error}"
+        ) from error

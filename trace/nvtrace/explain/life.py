@@ -1,0 +1,253 @@
+"""Life: what a step said of one request, turned into links.
+
+    Seen         the events of a step that are about the request
+    Biographer   Seen -> links, and the little that one step must know of those before
+
+Knows what each event means for the request. Does not know the rest of the trace (`request.py`), or
+which links say the same (`folding.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nvtrace import events as ev
+from nvtrace.explain import links
+from nvtrace.explain.follower import Follower, Schedule, Sources, idle_reason, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.replay import SequenceState
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one step said of the request.
+
+    Attributes:
+        seq_id, step: which request, which step.
+        end_ns: when the step ended, or its last event so far.
+        place: requests before it in the waiting queue when the head was stopped.
+        ending: what ended it; the last word, if an error came after its own end.
+    """
+
+    seq_id: int
+    step: int
+    end_ns: int = 0
+    schedule: Schedule | None = None
+    stop: ev.AdmissionStop | None = None
+    place: int = 0
+    preempt: ev.Preempt | None = None
+    admission: ev.StateTransition | None = None
+    sources: Sources = field(default_factory=Sources)
+    ending: ev.StateTransition | ev.EngineReset | None = None
+    error: ev.EngineError | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Did it come to no decision, or to no end?"""
+        was_reset = isinstance(self.ending, ev.EngineReset)
+        return self.schedule is None or self.error is not None or was_reset
+
+    def note(self, event: ev.AnyEvent, follower: Follower) -> None:
+        """Take in one event, which `follower` has taken in already."""
+        self.end_ns = event.ts_ns
+        match event:
+            case ev.AdmissionStop() if self.seq_id in follower.state.waiting:
+                self.stop, self.place = event, follower.state.waiting.index(self.seq_id)
+            case ev.Preempt() if event.seq_id == self.seq_id:
+                self.preempt = event
+            case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
+                self.schedule = event
+            case ev.StateTransition() if event.seq_id == self.seq_id:
+                if event.status == "RUNNING":
+                    self.admission = event
+                elif event.status == "FINISHED":
+                    self.ending = event
+            case ev.EngineReset() if self.seq_id in event.seq_ids:
+                self.ending = event
+            case ev.EngineError():
+                self.error = event
+
+
+class Biographer:
+    """Tells a request's life, one step after the other.
+
+    Args:
+        arrival: how it came.
+        step: the step before; 0 if there was none.
+    """
+
+    def __init__(self, arrival: ev.RequestEnqueue, step: int) -> None:
+        self._mark_ns = arrival.ts_ns  # its time is accounted for up to here
+        self._num_computed = 0
+        self._num_ever_computed = 0  # the most of its tokens that were computed at any time
+        self._num_to_prefill = 0
+        self._is_preempted = False
+        self.queued = links.Queued(
+            first_step=step,
+            last_step=step,
+            event_ids=(arrival.event_id,),
+            prompt_len=arrival.prompt_len,
+            max_tokens=arrival.max_tokens,
+            num_ahead=arrival.waiting_len - 1,
+        )
+
+    def step(self, seen: Seen, follower: Follower) -> Iterator[links.AnyLife]:
+        """What it did in a step: moments first, then what the step is accounted to, then its end.
+
+        Args:
+            seen: what the step said.
+            follower: after the step.
+        """
+        sequence = follower.state.sequences[seen.seq_id]
+        if seen.preempt is not None:
+            yield self._preempted(seen, seen.preempt)
+        if seen.admission is not None:
+            yield self._admitted(seen, seen.admission, sequence, follower.state.block_size)
+        yield from self._deed(seen, sequence)
+        if seen.ending is not None:
+            yield self.ended(seen.ending, seen.step, sequence, is_between=False)
+
+    def ended(
+        self,
+        event: ev.StateTransition | ev.EngineReset,
+        step: int,
+        sequence: SequenceState,
+        *,
+        is_between: bool,
+    ) -> links.Ended:
+        """Its end; one between two steps accounts for the time since the step before."""
+        reason, token_id = "aborted", None
+        if isinstance(event, ev.StateTransition):
+            reason, token_id = event.reason, event.token_id
+        return links.Ended(
+            first_step=step,
+            last_step=step,
+            time_ns=self._time_until(event.ts_ns) if is_between else 0,
+            event_ids=(event.event_id,),
+            reason=reason,
+            num_completion_tokens=sequence.num_completion_tokens,
+            max_tokens=sequence.max_tokens,
+            token_id=token_id,
+            is_between=is_between,
+        )
+
+    def unended(self, last: ev.Event, step: int, sequence: SequenceState) -> links.Unended:
+        """The trace ends before it."""
+        return links.Unended(
+            first_step=step,
+            last_step=step,
+            time_ns=self._time_until(last.ts_ns),
+            event_ids=(last.event_id,),
+            status=sequence.status,
+            num_completion_tokens=sequence.num_completion_tokens,
+            max_tokens=sequence.max_tokens,
+        )
+
+    # -- moments ---------------------------------------------------------------------------------
+
+    def _preempted(self, seen: Seen, event: ev.Preempt) -> links.Preempted:
+        self._is_preempted, self._num_computed = True, 0
+        is_all = seen.admission is None and not seen.is_broken
+        place = self._span(seen, event) if is_all else _moment(seen, event)
+        return links.Preempted(
+            **place,
+            seq_id=event.seq_id,
+            for_seq_id=event.for_seq_id,
+            num_blocks_freed=event.num_blocks_freed,
+            num_tokens_to_recompute=event.num_tokens_to_recompute,
+            is_prefilling=event.num_tokens_to_recompute < self._num_to_prefill,
+        )
+
+    def _admitted(
+        self, seen: Seen, event: ev.StateTransition, sequence: SequenceState, block_size: int
+    ) -> links.Admitted:
+        sources = seen.sources
+        self._num_to_prefill = sequence.num_prefill_tokens
+        return links.Admitted(
+            **_moment(seen, event, sources.event_ids),
+            num_tokens=sequence.num_prefill_tokens,
+            num_cached_tokens=(sources.num_shared + sources.num_revived) * block_size,
+            num_shared_blocks=sources.num_shared,
+            shared_with=tuple(sorted(sources.shared_with)),
+            num_revived_blocks=sources.num_revived,
+            left_by=tuple(sorted(sources.left_by)),
+            num_new_blocks=sources.num_new,
+            is_again=self._is_preempted,
+        )
+
+    # -- what a step is accounted to -------------------------------------------------------------
+
+    def _deed(self, seen: Seen, sequence: SequenceState) -> Iterator[links.AnyLife]:
+        """What it did, or why it did nothing; silent if it was preempted, which says it all."""
+        schedule = seen.schedule
+        if schedule is None or seen.is_broken:
+            error = None if seen.error is None else seen.error.error_type
+            yield links.Broken(**self._span(seen, seen.error or seen.ending), error=error)
+            return
+        decode_ids, prefill_ids = rows_of(schedule)
+        batch = len(schedule.seq_ids), len(schedule.seq_ids)
+        if seen.seq_id in prefill_ids and not isinstance(schedule, ev.ScheduleDecode):
+            yield self._prefilled(seen, schedule, batch)
+        elif seen.seq_id in decode_ids:
+            self._compute(self._num_computed + 1)
+            yield links.Decoded(**self._span(seen, schedule), batch=batch)
+        elif sequence.status == "RUNNING":
+            reason = idle_reason(schedule)
+            yield links.Idled(**self._span(seen, schedule), reason=reason, batch=batch)
+        elif seen.preempt is None:
+            yield self._waited(seen)
+
+    def _prefilled(
+        self, seen: Seen, schedule: ev.SchedulePrefill | ev.ScheduleMixed, batch: links.Span
+    ) -> links.Prefilled:
+        row = schedule.seq_ids.index(seen.seq_id)
+        first = schedule.num_computed_tokens[row]
+        end = first + schedule.num_scheduled_tokens[row]
+        num_again = max(min(end, self._num_ever_computed) - first, 0)
+        self._compute(end)
+        return links.Prefilled(
+            **self._span(seen, schedule),
+            first_token=first,
+            last_token=end - 1,
+            num_total=self._num_to_prefill,
+            num_recomputed=num_again,
+            batch=batch,
+            is_complete=end >= self._num_to_prefill,
+        )
+
+    def _waited(self, seen: Seen) -> links.Waited:
+        stop, place = seen.stop, seen.place
+        return links.Waited(
+            **self._span(seen, stop or seen.schedule),
+            reason=None if stop is None else stop.reason,
+            head_seq_id=None if stop is None else stop.seq_id,
+            need=None if stop is None else (stop.need, stop.need),
+            have=None if stop is None else (stop.have, stop.have),
+            num_ahead=(place, place),
+            is_preempted=self._is_preempted,
+        )
+
+    def _compute(self, num_computed: int) -> None:
+        self._num_computed = num_computed
+        self._num_ever_computed = max(self._num_ever_computed, num_computed)
+
+    # -- places in time --------------------------------------------------------------------------
+
+    def _span(self, seen: Seen, proof: ev.Event | None) -> dict[str, Any]:
+        """A step of its life: it accounts for the time since the last thing that did."""
+        num_ns = self._time_until(seen.end_ns)
+        return _moment(seen, proof) | {"num_steps": 1, "time_ns": num_ns}
+
+    def _time_until(self, now_ns: int) -> int:
+        num_ns, self._mark_ns = now_ns - self._mark_ns, now_ns
+        return num_ns
+
+
+def _moment(seen: Seen, proof: ev.Event | None, others: list[int] | None = None) -> dict[str, Any]:
+    """Where a link stands, and its proof."""
+    event_ids = [*(others or []), *([] if proof is None else [proof.event_id])]
+    return {"first_step": seen.step, "last_step": seen.step, "event_ids": tuple(event_ids)}

@@ -1,0 +1,208 @@
+r"""The chain of one request: what it did in each step of its life, and why.
+
+    arrival | waited waited ADMITTED prefilled | decoded idled decoded PREEMPTED waited ... | end
+              \_______________ each step is accounted for exactly once ________________/
+
+Knows where in a trace a request's life begins and ends, and reads no further. Does not know what an
+event means for it (`life.py`), or what its times are made of (`nvtrace.metrics`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvtrace import events as ev
+from nvtrace.envelope import Footer, Header, Unknown
+from nvtrace.explain import links
+from nvtrace.explain.folding import fold
+from nvtrace.explain.follower import Follower, NotInTraceError, consistent
+from nvtrace.explain.life import Biographer, Seen
+from nvtrace.measure import Measure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nvtrace.envelope import Record
+    from nvtrace.metrics import RequestMetrics
+
+
+def explain_request(
+    records: Iterable[Record], seq_id: int, step: int | None = None
+) -> links.RequestStory:
+    """Explain a request's life, or what it did in one step.
+
+    Args:
+        records: what `read_trace` yields. They are read as far as the request's end.
+        seq_id: the request.
+        step: only what is about this step; None for the whole life, with equal steps folded.
+
+    Raises:
+        NotInTraceError: no such request, or it was not there in that step.
+        InconsistentTraceError: an event cannot follow from those before it.
+    """
+    life = _Life(seq_id)
+    for record in records:
+        if not isinstance(record, Header | Footer | Unknown):
+            life.take(record)
+        if life.is_over or (step is not None and life.follower.step > step):
+            break
+    life.close()
+    if life.arrival is None:
+        raise NotInTraceError(life.who_there_is())
+    chain = life.chain if step is None else life.links_of(step)
+    return links.RequestStory(
+        seq_id=seq_id,
+        prompt_len=life.arrival.prompt_len,
+        max_tokens=life.arrival.max_tokens,
+        chain=tuple(fold(chain)),
+        times=life.times() if step is None else None,
+    )
+
+
+class _Life:
+    """Takes in a trace, and keeps what it says of one request.
+
+    Attributes:
+        follower: the engine's state.
+        chain: the links so far, each about one step.
+        arrival: how it came; None before.
+        is_over: has it ended, and the step in which it did?
+    """
+
+    def __init__(self, seq_id: int) -> None:
+        self.seq_id = seq_id
+        self.follower = Follower()
+        self.chain: list[links.AnyLife] = []
+        self.arrival: ev.RequestEnqueue | None = None
+        self.is_over = False
+        self._biographer: Biographer | None = None
+        self._seen: Seen | None = None  # of the current step
+        self._last: ev.AnyEvent | None = None
+        self._now_ns = 0
+        self._measure = Measure()
+        self._metrics: RequestMetrics | None = None
+        self._known: list[int] = []  # the first and the last request there is
+        self._last_refused: ev.RequestRefused | None = None
+        self._num_refused = 0
+
+    def take(self, event: ev.AnyEvent) -> None:
+        """Take in one event; none any more once the life is over.
+
+        Raises:
+            InconsistentTraceError: it cannot follow from those before it.
+        """
+        if self._seen is not None and event.step != self._seen.step:
+            self._end_step()
+        if self.is_over:
+            return
+        self._last, self._now_ns = event, event.ts_ns
+        with consistent(event):
+            if event.step is not None and self._biographer is not None:
+                self._seen = self._seen or Seen(self.seq_id, event.step)
+                self.follower.note_sources(event, self.seq_id, self._seen.sources)
+                self.follower.apply(event)
+                self._seen.note(event, self.follower)
+            else:
+                self.follower.apply(event)
+                self._note_between(event)
+        for metrics in self._measure.apply(event):
+            self._metrics = metrics if metrics.seq_id == self.seq_id else self._metrics
+
+    def close(self) -> None:
+        """There is no more to take in."""
+        self._end_step()
+        if self._biographer is not None and self._last is not None and not self.is_over:
+            sequence = self.follower.state.sequences[self.seq_id]
+            unended = self._biographer.unended(self._last, self.follower.step, sequence)
+            self.chain.append(unended)
+
+    def links_of(self, step: int) -> list[links.AnyLife]:
+        """What is about one step, and not about the time after it.
+
+        Raises:
+            NotInTraceError: it was not there.
+        """
+        found = [link for link in self.chain if link.first_step == step and not _is_between(link)]
+        if not found:
+            raise NotInTraceError(f"request {self.seq_id} was not there in step {step}")
+        return found
+
+    def times(self) -> links.Times:
+        """Where its time went. If it has not ended, as if the trace's end were its end."""
+        metrics = self._metrics
+        if metrics is None:
+            (metrics,) = self._measure.apply(_end_of(self.seq_id, self._now_ns))
+        return links.Times(
+            queue_ns=metrics.request_queue_time_ns,
+            prefill_ns=(metrics.request_prefill_time_ns or 0) - metrics.preempted_in_prefill_ns,
+            decode_ns=(metrics.request_decode_time_ns or 0) - metrics.preempted_in_decode_ns,
+            preempted_ns=metrics.request_preempted_time_ns,
+        )
+
+    def who_there_is(self) -> str:
+        """A sentence about a request that is not there."""
+        known = " to ".join(map(str, self._known))
+        text = f"no request {self.seq_id} in the trace: it has {known or 'none'}"
+        last = self._last_refused
+        if last is None:
+            return text
+        return (
+            f"{text}; {self._num_refused} refused (a refused one has no number), the last by event "
+            f"{last.event_id}, {last.reason}: it needs {last.need} and there is {last.have}"
+        )
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        """The step is over: what it said becomes links."""
+        seen, self._seen = self._seen, None
+        if seen is None or self._biographer is None or self._last is None:
+            return
+        with consistent(self._last):
+            self.chain += self._biographer.step(seen, self.follower)
+        self.is_over = seen.ending is not None
+
+    def _note_between(self, event: ev.AnyEvent) -> None:
+        """What happens between two steps, or before it comes."""
+        step = self.follower.step
+        match event:
+            case ev.RequestEnqueue() if event.seq_id == self.seq_id:
+                self.arrival, self._biographer = event, Biographer(event, step)
+                self.chain.append(self._biographer.queued)
+            case ev.RequestEnqueue():
+                self._known = [*self._known[:1], event.seq_id]
+            case ev.RequestRefused():
+                self._last_refused = event
+                self._num_refused += 1
+            case ev.StateTransition() if event.seq_id == self.seq_id:
+                self._end_between(event)
+            case ev.EngineReset() if self.seq_id in event.seq_ids:
+                self._end_between(event)
+
+    def _end_between(self, event: ev.StateTransition | ev.EngineReset) -> None:
+        if self._biographer is not None:
+            sequence = self.follower.state.sequences[self.seq_id]
+            step = self.follower.step
+            self.chain.append(self._biographer.ended(event, step, sequence, is_between=True))
+            self.is_over = True
+
+
+def _is_between(link: links.AnyLife) -> bool:
+    return isinstance(link, links.Queued) or (isinstance(link, links.Ended) and link.is_between)
+
+
+def _end_of(seq_id: int, now_ns: int) -> ev.StateTransition:
+    """An end that the trace does not have."""
+    return ev.StateTransition(
+        event_id=0,
+        ts_ns=now_ns,
+        step=None,
+        phase="postprocess",
+        reason="aborted",
+        seq_id=seq_id,
+        previous="RUNNING",
+        status="FINISHED",
+        token_id=None,
+        num_completion_tokens=0,
+        max_tokens=0,
+    )

@@ -1,0 +1,67 @@
+"""CSV: one file per kind of event, FOLDER/STEP_END.csv, so that each has just its own columns.
+
+A file with all events would have a hundred columns, nearly all empty in each row. The quoting is
+RFC 4180's, in UTF-8; the first line names the columns. `rank` comes first. An empty cell is None,
+true and false are the bools, lists are JSON.
+
+Text is exported as it is. A spreadsheet takes a cell that begins with = for a formula: import
+foreign traces into one as text.
+
+Knows the csv module. Does not know what is in the tables (`tables.py`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from nvtrace.export.tables import TABLES, row_of, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from nvtrace.envelope import Record
+
+
+def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
+    """Write the tables that have rows; files of the same names are written anew.
+
+    Args:
+        records: what `read_ranks` yields.
+        folder: made if it is not there.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    num_rows = 0
+    writers: dict[str, Any] = {}
+    with ExitStack() as files:
+        for rank, record in records:
+            name = table_of(record)
+            if name not in writers:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = (folder / f"{name}.csv").open("w", encoding="utf-8", newline="")
+                writers[name] = csv.writer(files.enter_context(file))
+                names = [column.name for column in TABLES[name] if column.name != "rank"]
+                writers[name].writerow(["rank", *names])
+            columns = zip(TABLES[name], row_of(record), strict=True)
+            cells = [_cell(value) for column, value in columns if column.name != "rank"]
+            writers[name].writerow([rank, *cells])
+            num_rows += 1
+    return num_rows
+
+
+def _cell(value: object) -> object:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple() | dict():
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        case _:
+            return value

@@ -1,0 +1,55 @@
+"""Tables: a trace as one table per kind of event, with the struct's fields as columns.
+
+    STEP_END        event_id  ts_ns  step  phase  batch_phase  num_seqs  ...
+    TRACE_HEADER    schema  version  run_id  rank ...                            a row a run
+    UNKNOWN         event  fields                                    of a newer nvtrace
+
+Knows rows and columns. Does not know files (`csv_tables.py`, `parquet_tables.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nvtrace.envelope import Footer, Header, Record, Unknown
+from nvtrace.events import EVENT_TYPES
+
+_STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "TRACE_HEADER": Header,
+    **EVENT_TYPES,
+    "TRACE_FOOTER": Footer,
+    "UNKNOWN": Unknown,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column.
+
+    Attributes:
+        type: the field's annotation, in Python's types.
+    """
+
+    name: str
+    type: Any
+
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    name: tuple(Column(field.name, field.type) for field in msgspec.structs.fields(struct))
+    for name, struct in _STRUCTS.items()
+}
+
+
+def table_of(record: Record) -> str:
+    """The name of the record's table. Never a name that only the trace knows."""
+    if isinstance(record, Unknown):
+        return "UNKNOWN"
+    return str(record.__struct_config__.tag)
+
+
+def row_of(record: Record) -> tuple[Any, ...]:
+    """The record's values, in the order of its table's columns."""
+    return tuple(getattr(record, name) for name in record.__struct_fields__)

@@ -1,0 +1,90 @@
+"""Trace events: the vocabulary of Chrome's JSON format, and the order of time.
+
+    begin / end     a slice; within a track a slice lies wholly inside the one around it
+    instant         a moment
+    counter         a number from here on
+    flow            one end or waypoint of an arrow; it belongs to the innermost slice open there
+
+A step's beginning is known only when it ends, so events wait here until nothing earlier can come.
+Of two events of one time, the one that was said first stays first: whoever says the begin of a
+slice before its end needs no more care.
+
+Knows the format ("Trace Event Format"; Perfetto's importer reads it). Does not know traces.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_NS_PER_US = 1000  # the format counts in microseconds; its fractions keep our nanoseconds
+
+
+class Track(NamedTuple):
+    """A row of the picture: a thread of a process, in the format's words."""
+
+    pid: int
+    tid: int
+
+
+class TraceEvents:
+    """Events on their way out, ordered by time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, dict[str, Any]]] = []
+        self._numbers = count()
+
+    def name_process(self, pid: int, name: str) -> None:
+        """Name a group of tracks; groups are shown by their number."""
+        for kind, value in (("process_name", name), ("process_sort_index", pid)):
+            self._add(0, {"ph": "M", "pid": pid, "name": kind, "args": _labelled(kind, value)})
+
+    def name_track(self, track: Track, ts_ns: int, name: str) -> None:
+        """Name a track; tracks are shown by their number."""
+        for kind, value in (("thread_name", name), ("thread_sort_index", track.tid)):
+            event = {"ph": "M", **track._asdict(), "name": kind, "args": _labelled(kind, value)}
+            self._add(ts_ns, event)
+
+    def begin(self, track: Track, ts_ns: int, name: str, args: dict[str, Any]) -> None:
+        """A slice begins inside the one that is open on its track."""
+        self._add(ts_ns, {"ph": "B", **_at(track, ts_ns), "name": name, "args": args})
+
+    def end(self, track: Track, ts_ns: int, args: dict[str, Any] | None = None) -> None:
+        """The innermost open slice of the track ends; `args` join those of its beginning."""
+        self._add(ts_ns, {"ph": "E", **_at(track, ts_ns), "args": args or {}})
+
+    def instant(self, track: Track, ts_ns: int, name: str, args: dict[str, Any]) -> None:
+        """A moment on a track."""
+        self._add(ts_ns, {"ph": "i", "s": "t", **_at(track, ts_ns), "name": name, "args": args})
+
+    def counter(self, pid: int, ts_ns: int, name: str, value: int) -> None:
+        """A number of a process, until it is said anew."""
+        place = _at(Track(pid, 0), ts_ns)
+        self._add(ts_ns, {"ph": "C", **place, "name": name, "args": {"value": value}})
+
+    def flow(
+        self, part: Literal["s", "t", "f"], flow_id: int, track: Track, ts_ns: int, name: str
+    ) -> None:
+        """An arrow's start, waypoint or finish, in the slice that is open there."""
+        event = {"ph": part, "id": flow_id, **_at(track, ts_ns), "name": name, "cat": "flow"}
+        self._add(ts_ns, event | ({"bp": "e"} if part == "f" else {}))
+
+    def until(self, ts_ns: float) -> Iterator[dict[str, Any]]:
+        """Let go of everything up to a time, in order."""
+        while self._waiting and self._waiting[0][0] <= ts_ns:
+            yield heapq.heappop(self._waiting)[2]
+
+    def _add(self, ts_ns: int, event: dict[str, Any]) -> None:
+        heapq.heappush(self._waiting, (ts_ns, next(self._numbers), event))
+
+
+def _at(track: Track, ts_ns: int) -> dict[str, Any]:
+    return {"pid": track.pid, "tid": track.tid, "ts": ts_ns / _NS_PER_US}
+
+
+def _labelled(kind: str, value: object) -> dict[str, object]:
+    return {"sort_index" if kind.endswith("sort_index") else "name": value}

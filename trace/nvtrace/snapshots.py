@@ -1,0 +1,351 @@
+"""Snapshots: a trace as a film that can be entered at any step.
+
+The state at step 90,000 is a fold over all before it. So that this is done once, a first look
+leaves an index beside a large trace: the state every few megabytes, and where in the file it
+stands. Each later look folds from the snapshot before its step, a few megabytes at most.
+
+    trace.jsonl              1 GB
+    trace.jsonl.nvindex      a zip file: index.json, and snapshots/STEP in msgpack
+
+An index is good for one size and one modification time of its trace; else it is made anew. A trace
+below SPACING_BYTES needs none. One that is compressed, or lies where nothing can be written, is
+read from its start each time.
+
+Knows files and how a state is kept. Does not know what a moment is for (`at.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from nvtrace import events as ev
+from nvtrace.at import Place, matches, moments
+from nvtrace.envelope import decode
+from nvtrace.reader import UnreadableTraceError, read_trace
+from nvtrace.replay import SequenceState, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from nvtrace.at import Moment, Point
+    from nvtrace.envelope import Record
+    from nvtrace.query import Condition
+
+SPACING_BYTES = 4 * 2**20
+_SNAPSHOTS_APART = 4  # times their own size, so that the index stays smaller than the trace
+_VERSION = 1
+
+
+class NoSuchStepError(ValueError):
+    """The trace does not have the step, or not this moment of it."""
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """A state between two steps, as it lies in an index. Ended requests are left out."""
+
+    engine_step: int
+    block_size: int
+    num_blocks: int
+    waiting: list[int]
+    running: list[int]
+    ref_counts: list[int]
+    free_blocks: list[int]
+    block_hashes: dict[int, str]
+    sequences: list[SequenceState]
+
+
+def save_state(state: State) -> bytes:
+    """A state between two steps as bytes; ended requests are left out."""
+    return msgspec.msgpack.encode(
+        _Saved(
+            state.engine_step,
+            state.block_size,
+            state.num_blocks,
+            state.waiting,
+            state.running,
+            state.ref_counts,
+            list(state.free_blocks),
+            state.block_hashes,
+            [seq for seq in state.sequences.values() if seq.status != "FINISHED"],
+        )
+    )
+
+
+def load_state(data: bytes) -> State:
+    """What `save_state` kept."""
+    saved = msgspec.msgpack.decode(data, type=_Saved)
+    state = State()
+    state.engine_step, state.block_size = saved.engine_step, saved.block_size
+    state.num_blocks, state.ref_counts = saved.num_blocks, saved.ref_counts
+    state.waiting, state.running = saved.waiting, saved.running
+    state.free_blocks = OrderedDict.fromkeys(saved.free_blocks)
+    state.block_hashes = saved.block_hashes
+    state.cached_blocks = {chain_hash: block for block, chain_hash in saved.block_hashes.items()}
+    state.sequences = {seq.seq_id: seq for seq in saved.sequences}
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Where a fold can begin: after this step, at this byte. The first one is the trace's start."""
+
+    step: int
+    offset: int
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What an index says of itself."""
+
+    version: int
+    size: int
+    mtime_ns: int
+    last_step: int
+    entrances: list[Entrance]
+
+
+class Film:
+    """A trace that can be entered at any step.
+
+    Args:
+        path: of the trace.
+        warn: takes a sentence about what is wrong but survivable, when the whole trace is read.
+        watch: told now and then how many bytes of the trace were read, when it is read whole.
+        spacing_bytes: how far snapshots are apart; SPACING_BYTES if None.
+
+    Attributes:
+        index_path: where its index lies, if it has one.
+        has_made_index: was the index written just now?
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None] | None = None,
+        watch: Callable[[int], None] | None = None,
+        spacing_bytes: int | None = None,
+    ) -> None:
+        self.path = path
+        self.index_path = path.with_name(f"{path.name}.nvindex")
+        self._warn = warn
+        self._watch = watch
+        self._spacing_bytes = SPACING_BYTES if spacing_bytes is None else spacing_bytes
+        self._entrances = [Entrance(0, 0)]
+        self._last_step: int | None = None  # not known before the trace was read
+        self.has_made_index = False
+        is_seekable = path.is_file() and path.suffix not in {".gz", ".zst"}
+        if is_seekable and path.stat().st_size > self._spacing_bytes:
+            index = self._read_index() or self._write_index()
+            self._entrances, self._last_step = index.entrances, index.last_step
+
+    def at(self, step: int | None, point: Point) -> Moment:
+        """The state at a moment of a step.
+
+        Args:
+            step: the engine_step; None for the last.
+            point: which moment of it.
+
+        Raises:
+            NoSuchStepError: saying which ones there are.
+            UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
+        """
+        if step is None:
+            step = self._last_step or self._find_last_step()
+        wanted = Place(step, point)
+        last_step = 0
+        for moment in self._moments(self._entrance_before(step), inputs_of=step):
+            last_step = moment.step
+            if Place(moment.step, moment.point) == wanted:
+                return moment
+            if last_step > step:
+                break
+        if last_step < step:
+            raise NoSuchStepError(f"{self.path.name} has no step {step}: {self._extent()}")
+        raise NoSuchStepError(
+            f"step {step} of {self.path.name} decided nothing: it broke off before its schedule"
+            if point == "schedule"
+            else f"{self.path.name} has no step {step}: {self._extent()}"
+        )
+
+    def find(
+        self,
+        condition: Condition,
+        *,
+        step: int | None = None,
+        point: Point | None = None,
+        is_backwards: bool = False,
+    ) -> Place | None:
+        """The first place from `step` on where a condition holds; None if there is none.
+
+        Args:
+            condition: what to look for.
+            step: where to begin, itself included; None for the trace's start, or its end.
+            point: stop at this moment of a step only.
+            is_backwards: look at the steps before, the nearest first.
+
+        Raises:
+            UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
+        """
+        if not is_backwards:
+            first = step or 0
+            found = matches(self._moments(self._entrance_before(first)), condition, point)
+            return next((place for place in found if place.step >= first), None)
+        for number in reversed(range(self._entrance_before(step) + 1)):
+            hit = None
+            for place in matches(self._moments(number, is_whole=False), condition, point):
+                if step is not None and place.step > step:
+                    break
+                hit = place
+            if hit is not None:
+                return hit
+        return None
+
+    # -- folding from an entrance ----------------------------------------------------------------
+
+    def _entrance_before(self, step: int | None) -> int:
+        """The number of the last entrance before `step`; None stands for the trace's end."""
+        if step is None:
+            return len(self._entrances) - 1
+        numbers = [n for n, entrance in enumerate(self._entrances) if entrance.step < step]
+        return numbers[-1] if numbers else 0
+
+    def _moments(
+        self, number: int, *, inputs_of: int | None = None, is_whole: bool = True
+    ) -> Iterator[Moment]:
+        """The moments from an entrance on, to the trace's end or to the next entrance."""
+        if len(self._entrances) == 1:
+            warn, self._warn = self._warn, None  # once is enough
+            yield from moments(read_trace(self.path, warn=warn), inputs_of=inputs_of)
+            return
+        entrance = self._entrances[number]
+        is_last = is_whole or number + 1 == len(self._entrances)
+        stop = None if is_last else self._entrances[number + 1]
+        state = self._read_state(entrance.step) if number else None
+        records = _records_between(self.path, entrance.offset, stop.offset if stop else None)
+        yield from moments(records, state, inputs_of=inputs_of)
+
+    def _find_last_step(self) -> int:
+        last_step = 0
+        for moment in self._moments(len(self._entrances) - 1):
+            last_step = moment.step
+        self._last_step = last_step
+        if not last_step:
+            raise NoSuchStepError(f"{self.path.name} has no steps")
+        return last_step
+
+    def _extent(self) -> str:
+        first = next((moment.step for moment in self._moments(0)), None)
+        if first is None:
+            return "it has none"
+        return f"it has steps {first} to {self._last_step or self._find_last_step()}"
+
+    # -- the index -------------------------------------------------------------------------------
+
+    def _read_index(self) -> _Index | None:
+        """The index beside the trace; None if there is none that fits."""
+        try:
+            with zipfile.ZipFile(self.index_path) as file:
+                index = msgspec.json.decode(file.read("index.json"), type=_Index)
+        except (OSError, KeyError, zipfile.BadZipFile, msgspec.MsgspecError):
+            return None
+        status = self.path.stat()
+        key = (_VERSION, status.st_size, status.st_mtime_ns)
+        return index if (index.version, index.size, index.mtime_ns) == key else None
+
+    def _read_state(self, step: int) -> State:
+        try:
+            with zipfile.ZipFile(self.index_path) as file:
+                return load_state(file.read(_snapshot_name(step)))
+        except (OSError, KeyError, zipfile.BadZipFile, zlib.error, msgspec.MsgspecError) as error:
+            raise UnreadableTraceError(
+                f"{self.index_path} is damaged ({error}): delete it, it is made anew"
+            ) from error
+
+    def _write_index(self) -> _Index:
+        """Fold the whole trace once, and leave its snapshots beside it."""
+        status = self.path.stat()
+        unfinished = self.index_path.with_name(f"{self.index_path.name}.{os.getpid()}")
+        try:
+            with zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+                entrances, last_step = self._film(file)
+                index = _Index(_VERSION, status.st_size, status.st_mtime_ns, last_step, entrances)
+                file.writestr("index.json", msgspec.json.encode(index))
+            unfinished.replace(self.index_path)
+        except OSError:  # nothing can be written here: every look reads from the start
+            return _Index(_VERSION, 0, 0, 0, [Entrance(0, 0)])
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        self.has_made_index = True
+        return index
+
+    def _film(self, archive: zipfile.ZipFile) -> tuple[list[Entrance], int]:
+        entrances, last_step, next_offset = [Entrance(0, 0)], 0, self._spacing_bytes
+        with self.path.open("rb") as file:
+            reading = _Reading(file, self._watch)
+            for moment in moments(reading.records(self._warn)):
+                last_step = moment.step
+                is_entrance = moment.point == "end" and reading.is_between_steps
+                if not is_entrance or reading.offset < next_offset:
+                    continue
+                snapshot = save_state(moment.state)
+                archive.writestr(_snapshot_name(moment.step), snapshot)
+                entrances.append(Entrance(moment.step, reading.offset))
+                apart = max(self._spacing_bytes, _SNAPSHOTS_APART * len(snapshot))
+                next_offset = reading.offset + apart
+        return entrances, last_step
+
+
+def _snapshot_name(step: int) -> str:
+    return f"snapshots/{step}"
+
+
+class _Reading:
+    """A trace that is read once, with the place in the file.
+
+    Attributes:
+        offset: where the record that was given out last begins.
+    """
+
+    def __init__(self, file: BinaryIO, watch: Callable[[int], None] | None) -> None:
+        self._file = file
+        self._watch = watch
+        self.offset = 0
+        self.is_between_steps = False
+
+    def records(self, warn: Callable[[str], None] | None) -> Iterator[Record]:
+        end = 0
+        last: Record | None = None
+        for record in read_trace(self._file, warn=warn):
+            self.offset, end = end, self._file.tell()
+            # A step that broke off may leave something behind that is part of no snapshot.
+            self.is_between_steps = isinstance(last, ev.StepEnd)
+            if self._watch is not None:
+                self._watch(end)
+            yield record
+            last = record
+        self.is_between_steps = False  # what is folded is more than what lies before `offset`
+
+
+def _records_between(path: Path, start: int, stop: int | None) -> Iterator[Record]:
+    """The records of a piece of a trace that was read whole before, without its complaints."""
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if stop is not None and start >= stop:
+                return
+            start += len(line)
+            if not line.endswith(b"\n"):
+                return  # a cut last line: it was said at the first reading
+            if line.strip():
+                yield decode(line)

@@ -1,0 +1,177 @@
+"""Validate: is a file a trace, line by line? Every fault with its line number.
+
+Knows the format: the structs (which are the JSON Schema) and the rules of the envelope. Does not
+know what events mean: whether they fit together is `nvtrace.check`'s question.
+
+    header first and once; event_id 1, 2, 3 ...; ts_ns and step never go back; footer last, and it
+    counts the events
+
+A reader stops at the first line that is no record; this goes on. What a newer minor version may
+do (fields and events that are not known here) is no fault, nor is a trace without a footer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nvtrace.envelope import SCHEMA, Footer, Header, Record, Unknown, check_version, decode
+from nvtrace.events import Event, tag_of
+from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a line.
+
+    Attributes:
+        line: its number, from 1.
+        code: which rule it breaks; the words are in the catalogs, `validate_<code>`.
+        facts: what the words need.
+    """
+
+    line: int
+    code: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Validator:
+    """Takes in a file line by line.
+
+    Attributes:
+        num_lines: lines so far that are not blank.
+        num_unknown: of them, events that only a newer version knows.
+        has_footer: has the footer come?
+    """
+
+    def __init__(self) -> None:
+        self.num_lines = self.num_unknown = 0
+        self.has_footer = False
+        self._num_events = 0
+        self._last_id: int | None = 0  # None: the line before could not be read
+        self._last_ts_ns = self._last_step = 0
+
+    def take(self, number: int, line: bytes) -> Iterator[Fault]:
+        """Take in one line. Yields what is wrong with it.
+
+        Raises:
+            NewerTraceError: it is the header of a newer major version.
+        """
+        self.num_lines += 1
+        is_after_footer, is_first = self.has_footer, self.num_lines == 1
+        record, fault = _read(line)
+        if is_after_footer:
+            yield Fault(number, "after_footer")
+        if fault is not None:
+            self._last_id = None
+            self._num_events += not is_first
+            yield Fault(number, *fault)
+        elif isinstance(record, Header):
+            yield from self._header(number, record, is_first=is_first)
+        elif is_first:
+            yield Fault(number, "no_header")
+        if isinstance(record, Event | Unknown | Footer):
+            yield from self._place(number, record)
+        if isinstance(record, Event):
+            yield from self._event(number, record)
+        elif isinstance(record, Footer):
+            yield from self._footer(number, record)
+
+    def _header(self, number: int, header: Header, *, is_first: bool) -> Iterator[Fault]:
+        if not is_first:
+            yield Fault(number, "second_header")
+        if header.schema != SCHEMA:
+            yield Fault(number, "other_schema", {"schema": _shown(header.schema)})
+        check_version({"version": [*header.version]})
+
+    def _place(self, number: int, record: Event | Unknown | Footer) -> Iterator[Fault]:
+        """Numbers have no gaps; after one, counting goes on from there."""
+        self._num_events += not isinstance(record, Footer)
+        event_id: object
+        if isinstance(record, Unknown):
+            self.num_unknown += 1
+            event_id = record.fields.get("event_id")
+        else:
+            event_id = record.event_id
+        wanted = None if self._last_id is None else self._last_id + 1
+        if wanted is not None and event_id != wanted:
+            yield Fault(number, "event_id", {"have": _shown(event_id), "wanted": wanted})
+        self._last_id = event_id if isinstance(event_id, int) else None
+
+    def _event(self, number: int, event: Event) -> Iterator[Fault]:
+        if event.ts_ns < self._last_ts_ns:
+            facts = {"event": tag_of(event), "have": event.ts_ns, "before": self._last_ts_ns}
+            yield Fault(number, "ts_back", facts)
+        self._last_ts_ns = event.ts_ns
+        if event.step is None:
+            return
+        if event.step < max(self._last_step, 1):
+            facts = {"event": tag_of(event), "have": event.step, "before": self._last_step}
+            yield Fault(number, "step_back", facts)
+        self._last_step = event.step
+
+    def _footer(self, number: int, footer: Footer) -> Iterator[Fault]:
+        self.has_footer = True
+        if footer.num_events != self._num_events:
+            facts = {"have": footer.num_events, "counted": self._num_events}
+            yield Fault(number, "num_events", facts)
+
+
+def validate(
+    source: str | Path, validator: Validator, *, warn: Callable[[str], None]
+) -> Iterator[Fault]:
+    """Every fault of a trace, as it is read, in bounded memory.
+
+    Args:
+        source: a path (.gz and .zst are decompressed), or "-" for stdin.
+        validator: a new one; it has counted when this is over.
+        warn: takes a sentence about what is no fault, but not all one would wish.
+
+    Raises:
+        UnreadableTraceError: no such file, an empty one, or one that cannot be decompressed.
+        NewerTraceError: the trace's format is of a newer major version.
+    """
+    with open_trace(source) as file:
+        for number, line, is_whole in raw_lines(file, source):
+            if not is_whole and number > 1 and _read(line)[1] is not None:
+                warn(f"{source}: the last line ({number}) is cut")
+                break
+            yield from validator.take(number, line)
+    if not validator.num_lines:
+        raise UnreadableTraceError(f"{source} is empty: no trace was written to it")
+    if validator.num_unknown:
+        warn(f"{source}: {validator.num_unknown} events are of a newer nvtrace")
+    if not validator.has_footer:
+        warn(f"{source} has no footer: the run was cut off")
+
+
+def _read(line: bytes) -> tuple[Record | None, tuple[str, dict[str, Any]] | None]:
+    """The record, or (code, facts) of why it is none."""
+    try:
+        try:
+            return decode(line), None
+        except msgspec.ValidationError as error:
+            reason = str(error)
+            value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return None, ("not_json", {"error": _shown(error)})
+    if not isinstance(value, dict):
+        return None, ("not_an_object", {"have": _shown(value)})
+    if not isinstance(value.get("event"), str):
+        return None, ("no_event", {})
+    return None, ("not_the_schema", {"event": value["event"], "error": reason})
+
+
+def _shown(value: object) -> str:
+    """A foreign value in a few characters."""
+    text = str(value) if isinstance(value, str | Exception) else json.dumps(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

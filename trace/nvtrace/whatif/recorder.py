@@ -1,0 +1,136 @@
+"""The recorder of a re-run: it records as any other does, and reads a simulated clock.
+
+Knows the clock, and that nothing was started: of an engine's start it tells the settings alone.
+Does not know how long anything takes (whoever drives the clock does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+from typing_extensions import override
+
+from nvtrace import events as ev
+from nvtrace.recorder import Recorder
+from nvtrace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from structlog.typing import Processor
+
+    from nvtrace.envelope import Header
+    from nvtrace.pipeline import Sink
+    from nvtrace.whatif.recording import Recording
+    from nvtrace.whatif.settings import Settings
+
+_ENVELOPE = {field.name for field in structs.fields(ev.Event)}
+
+
+class Clock:
+    """Simulated time, in nanoseconds. It stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def advance(self, duration_ns: int) -> None:
+        """Let time pass."""
+        self.now_ns += duration_ns
+
+
+class _Writer(TraceWriter):
+    """Writes what happens in simulated time.
+
+    Args:
+        clock: tells the time.
+        sink, processors, tap: see `TraceWriter`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        sink: Sink,
+        processors: Iterable[Processor],
+        tap: Callable[[list[ev.Event]], None] | None,
+    ) -> None:
+        super().__init__(sink, processors, tap)
+        self._clock = clock
+
+    @override
+    def now(self) -> int:
+        return self._clock.now_ns
+
+    def write_simulated_header(
+        self, recorded: Header, settings: Settings, num_untimed: int
+    ) -> None:
+        """The recorded run's header, saying that this one is simulated."""
+        self.has_header = True
+        config = recorded.config | asdict(settings) | {"tensor_parallel_size": 1}
+        self._logger.emit(
+            structs.replace(
+                recorded,
+                run_id=self.run_id,
+                mode="simulated",
+                world_size=1,
+                clock={
+                    "unit": "ns",
+                    "source": "simulated",
+                    "recorded_run_id": recorded.run_id,
+                    "num_untimed_steps": num_untimed,
+                },
+                config=config,
+            )
+        )
+
+
+class SimulatedRecorder(Recorder):
+    """Records a re-run.
+
+    Args:
+        clock: tells the time.
+        sink, processors, tap: see `Recorder`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        sink: Sink,
+        *,
+        processors: Iterable[Processor] = (),
+        tap: Callable[[list[ev.Event]], None] | None = None,
+    ) -> None:
+        super().__init__(sink, processors=processors, tap=tap)
+        self._writer = _Writer(clock, sink, processors, tap)
+        self.trace = self._writer
+
+    def begin(self, recording: Recording, settings: Settings, num_untimed: int = 0) -> None:
+        """Tell how the engine is set up: as recorded, but for `settings`.
+
+        Args:
+            recording: the recorded run.
+            settings: those of this one.
+            num_untimed: steps that will take no time, since nobody knows it; the header says so.
+        """
+        init = recording.init
+        self._writer.write_simulated_header(recording.header, settings, num_untimed)
+        self._policy = settings.policy
+        facts = {
+            name: value for name, value in structs.asdict(init).items() if name not in _ENVELOPE
+        }
+        changes = asdict(settings) | {"block_size": settings.kvcache_block_size, "tp_size": 1}
+        facts |= {name: value for name, value in changes.items() if name in facts}
+        self.trace.add(ev.EngineInit, "bootstrap", **facts)
+        self.engine_ready(settings.num_kvcache_blocks, recording.ready.eos_token_ids)
+
+    def refused_as_recorded(self, event: ev.RequestRefused) -> None:
+        """Tell of a request that was refused; its prompt is not in the trace."""
+        self.trace.add(
+            ev.RequestRefused,
+            "ingress",
+            reason=event.reason,
+            prompt_len=event.prompt_len,
+            need=event.need,
+            have=event.have,
+        )

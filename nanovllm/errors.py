@@ -47,6 +47,10 @@ class TokenizerError(NanoVLLMError, ValueError):
     """A model folder without a tokenizer that transformers can load."""
 
 
+class LogitsError(NanoVLLMError, FloatingPointError):
+    """The model computed no finite number for any token: its weights or its arithmetic broke."""
+
+
 class WorkerError(NanoVLLMError, RuntimeError):
     """A process that shares the model died, raised, or did not answer in time.
 

@@ -124,3 +124,10 @@ def test_pages_are_released_in_the_phase_that_releases_them(workload: object) ->
             assert before.phase == event.phase in {"decode", "mixed"}
         elif isinstance(event, ev.StateTransition) and event.status == "FINISHED":
             assert before.phase == event.phase == "postprocess" or event.reason == "aborted"
+
+
+def test_half_a_character_in_a_prompt_is_named() -> None:
+    engine = make_engine(Settings())
+    with pytest.raises(ValueError, match="no valid Unicode at character 3: half a surrogate pair"):
+        engine.add_request("abc\ud800", PARAMS)
+    assert not engine.requests

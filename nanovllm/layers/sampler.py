@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from nanovllm.errors import LogitsError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
@@ -104,7 +106,7 @@ class Sampler(nn.Module):
         """(num_rows, vocab_size) float32 -> (num_rows,) int64.
 
         Raises:
-            FloatingPointError: a row has no largest finite number: it holds NaN, say.
+            LogitsError: a row has no largest finite number: it holds NaN, say.
         """
         scores = logits
         if not params.is_all_greedy:
@@ -115,7 +117,7 @@ class Sampler(nn.Module):
         chosen = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         if not chosen.isfinite().all():
             row = int(chosen.isfinite().logical_not().nonzero()[0])
-            raise FloatingPointError(
+            raise LogitsError(
                 f"Row {row} of the logits has no largest finite number: its best is "
                 f"{chosen[row].item()}. The model's weights or its computation are broken."
             )

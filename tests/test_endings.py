@@ -130,11 +130,13 @@ def test_a_killed_run_with_two_ranks_leaves_traces_that_read_and_no_worker(
 ) -> None:
     middle.process.kill()
     assert middle.wait()[0] == -signal.SIGKILL
-    num_steps = []
+    num_steps, num_warnings = [], []
     for rank in (0, 1):
         warnings: list[str] = []
         records = list(read_trace(rank_path(middle.trace, rank), warn=warnings.append))
-        assert len(warnings) == 1
+        # Rank 1 may hear the pipe close before it is ended, and close its trace in good order.
+        assert len(warnings) == (0 if rank == 1 and isinstance(records[-1], Footer) else 1)
+        num_warnings.append(len(warnings))
         ran = steps(records)
         assert ran == list(range(1, len(ran) + 1))
         num_steps.append(len(ran))
@@ -143,7 +145,7 @@ def test_a_killed_run_with_two_ranks_leaves_traces_that_read_and_no_worker(
     assert min(num_steps) >= 49  # what was said of step 50 comes after it was written
     assert abs(num_steps[0] - num_steps[1]) <= 1
     replayed = call(capsys, "replay", middle.trace, "--plain")
-    assert (replayed.code, replayed.err.count("\n")) == (0, 2)  # a warning for each rank
+    assert (replayed.code, replayed.err.count("\n")) == (0, sum(num_warnings))
 
 
 def test_a_killed_worker_fails_the_run_by_name(middle: Middle) -> None:

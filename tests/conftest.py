@@ -1,13 +1,19 @@
 """Hypothesis profiles: `default` for every day, `ci` (the same examples each time), `fuzz` (long).
 
 HYPOTHESIS_PROFILE chooses one: `HYPOTHESIS_PROFILE=fuzz pytest tests/test_fold.py`.
+And the fixtures that several files share.
 """
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Threads that wait sleep instead of spinning: tests must not crawl on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -25,3 +31,22 @@ settings.register_profile(
     "fuzz", settings.get_profile("default"), max_examples=5000, stateful_step_count=80
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the traces article.jsonl, crowded.jsonl and chunked.jsonl, to be read only."""
+    from support import cli_traces as made  # noqa: PLC0415 - loads the engine, which few tests need
+
+    folder = tmp_path_factory.mktemp("traces")
+    made.write_trace(folder / "article.jsonl", made.article_run())
+    made.write_trace(folder / "crowded.jsonl", made.crowded_run())
+    made.write_trace(folder / "chunked.jsonl", made.chunked_run())
+    return folder
+
+
+@pytest.fixture
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns that can show any letter."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")

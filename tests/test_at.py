@@ -21,7 +21,6 @@ from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import State
 from nvtrace.snapshots import Film, NoSuchStepError, load_state, save_state
 from support.cli import call, spawn
-from support.cli_traces import article_run, chunked_run, crowded_run, write_trace
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.snapshot import snapshot_of_fold
 from support.workload import Workload, workloads
@@ -446,20 +445,7 @@ def test_a_cut_trace_is_indexed_as_far_as_it_goes(trace: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the traces article.jsonl, crowded.jsonl and chunked.jsonl."""
-    folder = tmp_path_factory.mktemp("traces")
-    write_trace(folder / "article.jsonl", article_run())
-    write_trace(folder / "crowded.jsonl", crowded_run())
-    write_trace(folder / "chunked.jsonl", chunked_run())
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+pytestmark = pytest.mark.usefixtures("eighty_columns")
 
 
 def test_the_articles_first_step_spells_its_slots_out(

@@ -35,12 +35,12 @@ CPU = replace(HOPPER, device_type="cpu", capability=(0, 0), dtype="float32")
 @pytest.mark.parametrize(
     ("facts", "name", "reason"),
     [
-        (HOPPER, "hybrid", "fastest_here"),
+        (HOPPER, "hybrid", "first_choice"),
         (replace(HOPPER, has_flash_attn=False), "triton", "flash_attn_missing"),
         (replace(HOPPER, dtype="float32"), "triton", "needs_16_bit"),
         (replace(HOPPER, block_size=16), "triton", "needs_pages_of_256"),
         (replace(HOPPER, head_dim=80), "flash_attn", "head_dim_unsupported"),
-        (replace(HOPPER, has_triton=False), "flash_attn", "triton_missing"),
+        (replace(HOPPER, has_triton=False), "sdpa", "triton_missing"),
         (T4, "triton", "gpu_too_old"),
         (replace(T4, capability=(6, 1)), "sdpa", "gpu_too_old"),
         (replace(T4, has_triton=False), "sdpa", "gpu_too_old"),
@@ -69,6 +69,7 @@ def test_what_was_asked_for_is_taken_where_it_runs(name: str) -> None:
         ("flash_attn", replace(HOPPER, block_size=16), "multiple of 256, not 16"),
         ("triton", replace(HOPPER, head_dim=80), "head_dim=80"),
         ("triton", replace(HOPPER, has_triton=False), "triton is not installed"),
+        ("flash_attn", replace(HOPPER, has_triton=False), "triton is not installed"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason_and_a_way_out(

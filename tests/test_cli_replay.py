@@ -17,7 +17,7 @@ from nvtrace.catalog import load_catalog
 from nvtrace.reader import read_trace
 from nvtrace_cli.views.step_table import PLAIN_COLUMNS
 from support.cli import Outcome, call, command, environment, spawn
-from support.cli_traces import article_run, chunked_run, crowded_run, write_trace
+from support.cli_traces import article_run, write_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,20 +25,7 @@ if TYPE_CHECKING:
 LANGUAGES = ("en", "zh")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the traces article.jsonl, crowded.jsonl and chunked.jsonl."""
-    folder = tmp_path_factory.mktemp("traces")
-    write_trace(folder / "article.jsonl", article_run())
-    write_trace(folder / "crowded.jsonl", crowded_run())
-    write_trace(folder / "chunked.jsonl", chunked_run())
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+pytestmark = pytest.mark.usefixtures("eighty_columns")
 
 
 def plain_rows(outcome: Outcome) -> list[dict[str, str]]:

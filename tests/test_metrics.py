@@ -25,7 +25,6 @@ from nvtrace.reader import read_trace
 from nvtrace.replay import InconsistentTraceError
 from nvtrace_cli.views import reading
 from support.cli import ROOT, call, environment, spawn
-from support.cli_traces import article_run, chunked_run, crowded_run, write_trace
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import Workload, workloads
 
@@ -455,20 +454,7 @@ def test_the_docs_page_defines_nothing_that_is_not_there() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the traces article.jsonl, crowded.jsonl and chunked.jsonl."""
-    folder = tmp_path_factory.mktemp("traces")
-    write_trace(folder / "article.jsonl", article_run())
-    write_trace(folder / "crowded.jsonl", crowded_run())
-    write_trace(folder / "chunked.jsonl", chunked_run())
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+pytestmark = pytest.mark.usefixtures("eighty_columns")
 
 
 def test_json_is_one_object_per_request_and_the_run_last(

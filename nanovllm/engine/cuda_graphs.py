@@ -17,8 +17,8 @@ same memory, so its inputs live in tensors that never move, and each batch is co
               └──> input_ids, and positions + 1: ready for the same batch's next token
 
 A graph is for one number of rows; a batch takes the smallest that holds it. Where the next step is
-known to be of the same batch, it is launched before the host has ended this one, and nothing but
-new pages is copied:
+known to be of the same batch, or of what is left of it, it is launched before the host has ended
+this one, and nothing but new pages and ended rows is copied:
 
     GPU    |   step n   |  |  step n + 1   |  |
     host   .. waits ....|L |end n, begin n+1| waits |L |          L: the tokens are here, launch

@@ -71,7 +71,8 @@ class LLMEngine:
         self.config.resolve(self.model_config)
         self.observer.engine_init(self.config, self.model_config)
         self.tokenizer = Tokenizer(self.config.model)
-        self.tokenizer.load()  # a broken one is refused now, not when text goes out
+        # A broken one is refused now, not when text goes out.
+        self.tokenizer.load(self.model_config.vocab_size)
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()

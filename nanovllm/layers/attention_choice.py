@@ -1,6 +1,6 @@
 """Which attention backend runs, and why that one.
 
-    hybrid        flash-attn for prefills, this project's kernels for decodes: each the faster there
+    hybrid        flash-attn for prefills, this project's kernels for decodes, faster there
     flash_attn    the flash-attn package for both
     triton        this project's own kernels (layers/kernels) for both: any GPU that Triton knows
     sdpa          torch's attention over gathered pages: anywhere, and the oracle of the others
@@ -73,7 +73,7 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
         facts: about machine and model.
 
     Returns:
-        Its name, and the reason: "asked", or "fastest_here", or what the faster one lacks.
+        Its name, and the reason: "asked", or "first_choice", or what the faster one lacks.
 
     Raises:
         AttentionBackendError: the one that was asked for cannot run here.
@@ -86,12 +86,12 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
                 "use attention_backend='auto'"
             )
         return asked, "asked"
-    reason = "fastest_here"
+    reason = "first_choice"
     for name in ATTENTION_BACKENDS:
         obstacle = _obstacle(name, facts)
         if obstacle is None:
             return name, reason
-        if reason == "fastest_here":
+        if reason == "first_choice":
             reason = obstacle
     raise AssertionError("sdpa has no needs")
 
@@ -113,6 +113,7 @@ def _obstacle(name: str, facts: AttentionFacts) -> str | None:
         "needs_16_bit": facts.dtype in {"float16", "bfloat16"},
         "needs_pages_of_256": facts.block_size % FLASH_PAGE_MULTIPLE == 0,
         "head_dim_unsupported": facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0,
+        "triton_missing": facts.has_triton,  # it writes K and V into the pages
     }
     needs_of_triton = {
         "triton_missing": facts.has_triton,

@@ -1,4 +1,4 @@
-"""FlashAttentionBackend: paged attention through the flash-attn package, on GPUs.
+"""HybridBackend and FlashAttentionBackend: paged attention through the flash-attn package, on GPUs.
 
 flash-attn reads K and V where they lie, page by page through the block tables, and never writes a
 score matrix to memory. Both of its functions take sequences of different lengths:
@@ -8,7 +8,8 @@ score matrix to memory. Both of its functions take sequences of different length
 
 Nothing here reads a number back from the GPU, so a decode can be captured into a CUDA graph.
 
-Knows the package's two calls. Does not know how pages are managed.
+Knows the package's two calls. What it does not do with them is `TritonBackend`'s: K and V are
+written into the pages by this project's kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-from nanovllm.layers.attention_triton import TritonBackend
-from nanovllm.layers.kernels.kv_write import write_kv
+from nanovllm.layers.attention_triton import TritonBackend, keys_and_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,16 +26,14 @@ if TYPE_CHECKING:
     from nanovllm.utils.context import Context
 
 
-class FlashAttentionBackend:
-    """Attention by flash-attn 2."""
+class HybridBackend(TritonBackend):
+    """Prefills by flash-attn, decodes by `kernels.paged_attention`: what "auto" takes on a GPU.
 
-    name = "flash_attn"
+    flash-attn's decode starts slowly: at one sequence of 512 tokens it took four times as long
+    (docs/performance-notes.md).
+    """
 
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """See AttentionBackend; a slot of -1 is padding and is not written."""
-        write_kv(k, v, k_cache, v_cache, slot_mapping)
+    name = "hybrid"
 
     def prefill(
         self,
@@ -49,11 +47,7 @@ class FlashAttentionBackend:
         context: Context,
     ) -> Tensor:
         """See AttentionBackend. With block tables, K and V are read from the pages."""
-        keys, values = k, v
-        if context.block_tables is not None:
-            if k_cache is None or v_cache is None:
-                raise RuntimeError("a prefill with a cached context needs the KV cache")
-            keys, values = k_cache, v_cache
+        keys, values = keys_and_values(k, v, k_cache, v_cache, context)
         attended: Tensor = flash_attn_varlen_func(
             q,
             keys,
@@ -67,6 +61,12 @@ class FlashAttentionBackend:
             block_table=context.block_tables,
         )
         return attended
+
+
+class FlashAttentionBackend(HybridBackend):
+    """Both by flash-attn 2."""
+
+    name = "flash_attn"
 
     def decode(
         self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
@@ -82,21 +82,3 @@ class FlashAttentionBackend:
             causal=True,
         )
         return attended.squeeze(1)
-
-
-class HybridBackend(FlashAttentionBackend):
-    """Prefills by flash-attn, decodes by `kernels.paged_attention`: what "auto" takes on a GPU.
-
-    flash-attn's decode starts slowly: at one sequence of 512 tokens it takes four times as long
-    (docs/performance-notes.md).
-    """
-
-    name = "hybrid"
-
-    def decode(
-        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """See AttentionBackend."""
-        return TritonBackend().decode(
-            q, k_cache=k_cache, v_cache=v_cache, scale=scale, context=context
-        )

@@ -44,11 +44,7 @@ class TritonBackend:
         context: Context,
     ) -> Tensor:
         """See AttentionBackend. With block tables, K and V are read from the pages."""
-        keys, values = k, v
-        if context.block_tables is not None:
-            if k_cache is None or v_cache is None:
-                raise RuntimeError("a prefill with a cached context needs the KV cache")
-            keys, values = k_cache, v_cache
+        keys, values = keys_and_values(k, v, k_cache, v_cache, context)
         return prefill_attention(
             *(q, keys, values, context.cu_seqlens_q, context.cu_seqlens_k),
             *(context.max_seqlen_q, scale, context.block_tables),
@@ -64,3 +60,14 @@ class TritonBackend:
         if not isinstance(context.plan, AttentionPlan):  # in the first layer
             context.plan = plan_attention(lens, tables, k_cache)
         return paged_attention(q, k_cache, v_cache, tables, lens, scale, context.plan)
+
+
+def keys_and_values(
+    k: Tensor, v: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, context: Context
+) -> tuple[Tensor, Tensor]:
+    """What a prefill attends to: the pages if something is cached, else K and V as they come."""
+    if context.block_tables is None:
+        return k, v
+    if k_cache is None or v_cache is None:
+        raise RuntimeError("a prefill with a cached context needs the KV cache")
+    return k_cache, v_cache

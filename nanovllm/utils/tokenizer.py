@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import TokenizerError
-from nanovllm.models.config import ModelConfig
 from nanovllm.utils.byte_level import ByteLevelVocabulary
 from nanovllm.utils.files import check_file, is_there, read_json
 
@@ -80,15 +79,17 @@ class Tokenizer:
         """Is there a tokenizer in the folder, be it whole or not?"""
         return any(is_there(Path(self.folder) / name) for name in (*_VOCABULARIES, _CONFIG))
 
-    def load(self) -> None:
+    def load(self, vocab_size: int) -> None:
         """Read the files now, if there are any.
+
+        Args:
+            vocab_size: the model's.
 
         Raises:
             TokenizerError: they are broken, or belong to a model with a larger vocabulary.
         """
         if not self.exists:
             return
-        vocab_size = ModelConfig.from_folder(self.folder).vocab_size
         token, largest = max(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
         if largest >= vocab_size:
             raise TokenizerError(

@@ -242,7 +242,7 @@ class _FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return text_of([token_id]).encode()
 
-    def load(self) -> None:
+    def load(self, vocab_size: int) -> None:
         """There are no files."""
 
     def decode(self, token_ids: list[int]) -> str:

@@ -15,10 +15,10 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nvtrace.environment import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,7 @@ def examine_machine() -> Machine:
         num_cpus=os.cpu_count() or 1,
         memory_bytes=memory_bytes,
         free_bytes=free_bytes,
-        packages={name: _version_of(name) for name in PACKAGES},
+        packages={name: version_of(name) for name in PACKAGES},
         gpu=torch.cuda.get_device_name() if is_gpu else None,
         gpu_memory_bytes=torch.cuda.mem_get_info()[1] if is_gpu else None,
         device=device,
@@ -158,10 +158,3 @@ def _step_times(llm: LLM) -> Iterator[int]:
         begin = time.perf_counter_ns()
         llm.step()
         yield time.perf_counter_ns() - begin
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "?" if find_spec(package.replace("-", "_")) else None

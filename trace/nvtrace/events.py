@@ -49,7 +49,7 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
     attention_backend: str
     attention_reason: Literal[
         "asked",
-        "fastest_here",
+        "first_choice",
         "no_gpu",
         "gpu_too_old",
         "flash_attn_missing",

@@ -16,10 +16,10 @@ import time
 import uuid
 from collections import deque
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvtrace.envelope import Footer, Header
+from nvtrace.environment import version_of
 from nvtrace.pipeline import Sink, make_logger
 
 if TYPE_CHECKING:
@@ -165,23 +165,18 @@ class TraceWriter:
                     "source": "time.perf_counter_ns",
                     "anchor_unix_ns": self._anchor_unix,
                 },
-                engine={"name": "nanovllm", "version": _version_of("nanovllm")},
+                engine={"name": "nanovllm", "version": version_of("nanovllm") or "unknown"},
                 environment={
                     "python": platform.python_version(),
-                    "torch": _version_of("torch"),
+                    "torch": version_of("torch") or "unknown",
                     "platform": platform.system(),
                     "machine": platform.machine(),
                     "num_cpus": os.cpu_count(),
                 }
-                | ({} if gpu is None else {"gpu": gpu, "triton": _version_of("triton")}),
+                | (
+                    {} if gpu is None else {"gpu": gpu, "triton": version_of("triton") or "unknown"}
+                ),
                 model=model,
                 config=config,
             )
         )
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout, or built by hand
-        return "unknown"

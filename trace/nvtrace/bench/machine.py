@@ -11,13 +11,13 @@ import platform
 import subprocess
 import time
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from nvtrace.bench.report import Machine
+from nvtrace.environment import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,8 @@ def describe_machine(device: torch.device, bytes_per_second: float | None = None
         bytes_per_second=bytes_per_second,
         load_average=load_average(),
         wait_policy=os.environ.get("OMP_WAIT_POLICY"),
-        versions={"python": platform.python_version()} | {p: _version_of(p) for p in _PACKAGES},
+        versions={"python": platform.python_version()}
+        | {p: version_of(p) or "unknown" for p in _PACKAGES},
         commit=_commit(),
     )
 
@@ -94,13 +95,6 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout, or built by hand
-        return "unknown"
 
 
 def _commit() -> str | None:

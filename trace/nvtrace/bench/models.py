@@ -134,22 +134,14 @@ def model_facts(name: str, config: ModelConfig, dtype: str) -> ModelFacts:
         config: its shape.
         dtype: what it runs in, for example "bfloat16".
     """
-    shape = {field: getattr(config, field) for field in SHAPES["50m"]}
-    counts = dict(_tensor_sizes(shape))
-    head = counts["model.embed_tokens.weight"]
-    in_layers = sum(counts.values()) - head
+    # Of the input embedding a step reads a few rows; the head is read whole.
+    num_unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     num_bytes = getattr(torch, dtype).itemsize
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return ModelFacts(
         name=name,
-        num_parameters=in_layers + head * (1 if config.tie_word_embeddings else 2),
+        num_parameters=config.num_parameters,
         dtype=dtype,
-        # Of the input embedding a step reads a few rows; the head is read whole.
-        weight_bytes=(in_layers + head) * num_bytes,
+        weight_bytes=(config.num_parameters - num_unread) * num_bytes,
         kv_bytes_per_token=per_token * num_bytes,
     )
-
-
-def _tensor_sizes(shape: dict[str, int]) -> Iterator[tuple[str, int]]:
-    for name, size in _tensor_shapes(shape):
-        yield name, size[0] * (size[1] if len(size) > 1 else 1)

@@ -106,11 +106,6 @@ class Config:
         """
         _check_split(self.tensor_parallel_size, model_config)
         self.device = resolve_device(self.device)
-        if self.device == "cuda" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "a model shared by several GPUs is not ready in this version: set "
-                "tensor_parallel_size=1, or device='cpu'"
-            )
         capability = gpu_capability(self.device)
         self.dtype = resolve_dtype(self.dtype, self.device, model_config.dtype, capability)
         facts = attention_facts(

@@ -13,6 +13,9 @@ scheme, with vLLM's names). Two ranks, one layer:
 
 So a layer costs two sums. The embedding and the head are split by vocabulary.
 
+On GPUs a collective is one more kernel in the queue: that a rank is gone shows when the queue comes
+to no end (`await_device`), not when the collective is called.
+
 Knows which part is whose, and the collectives (torch.distributed: gloo on CPUs, NCCL on GPUs).
 A group belongs to its engine: nothing is registered globally, and two engines do not meet. Does
 not know how processes start and end (`engine/ranks.py`, `engine/worker_group.py`).
@@ -24,6 +27,8 @@ import ctypes
 import os
 import pickle
 import socket
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -35,7 +40,7 @@ from torch import distributed
 from nanovllm.errors import ContactLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -47,6 +52,11 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 START_TIMEOUT = 300.0
 """Seconds that ranks may be apart while they start: loading weights takes as long as it takes."""
+
+_NUM_QUICK_LOOKS = 5000  # some milliseconds: a step is over by then, or takes so long anyway
+_SECONDS_BETWEEN_LOOKS = 0.001
+_NEVER = threading.Event()  # to wait without a clock
+_SECONDS_TO_ABORT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,10 @@ class TensorParallel:
         device: where the tensors are that the collectives are given.
         backend: "gloo" or "nccl"; None in a world of one.
         group: torch's process group of that backend; None in a world of one, and once closed.
+        timeout: seconds that a collective may wait for the slowest rank.
         owner: the process that joined the group. A fork of it has the group, but not its threads.
+        graphs: the CUDA graphs in which collectives are recorded. NCCL ends after them.
+        is_any_gone: has the process of another rank ended? None if nobody here can know.
     """
 
     rank: int = 0
@@ -92,7 +105,10 @@ class TensorParallel:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     backend: str | None = None
     group: Any = None  # torch's classes for it have no common base that is public
+    timeout: float = START_TIMEOUT
     owner: int = field(default_factory=os.getpid)
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    is_any_gone: Callable[[], bool] | None = None
 
     # -- who holds what --------------------------------------------------------------------------
 
@@ -151,6 +167,7 @@ class TensorParallel:
         options.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
         options.timeout = timedelta(seconds=START_TIMEOUT)
         self._wait_for(lambda: self.group.allreduce([least], options))
+        self.await_device(START_TIMEOUT)
         return int(least)
 
     def broadcast(self, value: T) -> T:
@@ -160,12 +177,39 @@ class TensorParallel:
         content = pickle.dumps(value) if self.rank == 0 else b""
         size = torch.tensor([len(content)], device=self.device)
         self._wait_for(lambda: self.group.broadcast([size]))
+        self.await_device()
         data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         if self.rank == 0:
             data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         self._wait_for(lambda: self.group.broadcast([data]))
+        self.await_device()
         received: T = pickle.loads(bytes(data.tolist()))  # noqa: S301 - from rank 0 of this engine
         return received
+
+    def await_device(self, timeout: float | None = None) -> None:
+        """Wait until the GPU has done what it was given, if others take part in it.
+
+        Args:
+            timeout: seconds; by default those of the group.
+
+        Raises:
+            ContactLostError: it has not in time, or never will: a collective of its waits for
+                another rank.
+        """
+        if self.backend != "nccl":
+            return
+        limit = self.timeout if timeout is None else timeout
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record(torch.cuda.current_stream(self.device))
+        if any(end.query() for _ in range(_NUM_QUICK_LOOKS)):  # type: ignore[no-untyped-call]
+            return
+        for _ in range(round(limit / _SECONDS_BETWEEN_LOOKS)):
+            if end.query():  # type: ignore[no-untyped-call]
+                return
+            if self.is_any_gone is not None and self.is_any_gone():
+                raise self._lost() from TimeoutError("a collective waits for one that has ended")
+            _NEVER.wait(_SECONDS_BETWEEN_LOOKS)
+        raise self._lost() from TimeoutError(f"a collective has waited for {limit:g} s")
 
     def close(self) -> None:
         """Leave the group. A second call does nothing.
@@ -173,18 +217,44 @@ class TensorParallel:
         It must be left before Python ends: gloo's threads may still want to let go of a tensor,
         and a thread that asks for the interpreter then takes the process down with it.
         """
-        if self.group is not None and os.getpid() != self.owner:
-            # Taken apart in a fork, it would wait for its threads for ever: it is never let go.
+        if self.group is None:
+            return
+        is_fork = os.getpid() != self.owner
+        if is_fork or (self.backend == "nccl" and not self._close_nccl()):
+            # Taken apart, it would wait for its threads, perhaps for ever: it is never let go.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-        elif self.group is not None and self.backend == "nccl":
-            self.group.shutdown()
         self.group = None  # gloo ends with its last reference
+
+    def _close_nccl(self) -> bool:
+        """End NCCL, which waits for every graph that it is recorded in to be gone.
+
+        And a graph that runs is not gone before it ends, which it may never do by itself: aborting
+        ends it. So both are begun at once. (Nor is it ended in good order otherwise: for that all
+        ranks would have to do it at once.)
+
+        Returns:
+            Did it end in reasonable time?
+        """
+        graphs = list(self.graphs)
+        self.graphs.clear()
+        threads = [
+            threading.Thread(target=self.group.abort, daemon=True),
+            threading.Thread(target=_reset, args=[graphs], daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_SECONDS_TO_ABORT)
+        return not any(thread.is_alive() for thread in threads)
 
     def _wait_for(self, start: Callable[[], Any]) -> None:
         try:
             start().wait()
         except RuntimeError as error:
-            raise ContactLostError(f"rank {self.rank} lost contact with the others") from error
+            raise self._lost() from error
+
+    def _lost(self) -> ContactLostError:
+        return ContactLostError(f"rank {self.rank} lost contact with the others")
 
 
 ALONE = TensorParallel()
@@ -245,12 +315,12 @@ def connect(
     backend = BACKENDS[device.type]
     try:
         if backend == "nccl":
-            group: Any = _nccl_group(store, rank, world_size, timeout)
+            group: Any = _nccl_group(store, rank, world_size)
         else:
             group = _gloo_group(store, rank, world_size, timeout, is_one_machine=is_one_machine)
     except RuntimeError as error:
         raise ContactLostError(f"rank {rank} did not meet the others") from error
-    return TensorParallel(rank, world_size, device, backend, group)
+    return TensorParallel(rank, world_size, device, backend, group, timeout)
 
 
 def _gloo_group(
@@ -266,8 +336,30 @@ def _gloo_group(
     return group
 
 
-def _nccl_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:  # noqa: ANN401 - a CPU build of torch has no such class
+def _nccl_group(store: Store, rank: int, world_size: int) -> Any:  # noqa: ANN401 - a CPU build of torch has no such class
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout)  # noqa: SLF001 - there is no public name
-    return nccl(store, rank, world_size, options)
+    # Left to itself, torch's watchdog answers a collective that waits too long by ending the whole
+    # process, before anybody can say what happened. `await_device` is what watches here.
+    options._timeout = timedelta(days=1)  # noqa: SLF001 - there is no public name
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return nccl(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for what reads it within this."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    for graph in graphs:
+        graph.reset()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.config import Config
+from nanovllm.engine.ranks import rank_device
 from nanovllm.errors import AttentionBackendError
 from nanovllm.layers.attention import make_attention_backend
 from nanovllm.layers.attention_choice import (
@@ -17,7 +17,6 @@ from nanovllm.layers.attention_choice import (
     choose_attention,
 )
 from nanovllm.utils.devices import resolve_device, resolve_dtype
-from support.fake_runner import FAKE_MODEL
 
 HOPPER = AttentionFacts(
     device_type="cuda",
@@ -128,9 +127,9 @@ def test_a_gpu_is_taken_where_there_is_one_and_refused_where_not(
         resolve_device("cuda")
 
 
-def test_a_model_shared_by_gpus_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = Config.create("model", {"tensor_parallel_size": 2, "device": "cuda"})
-    model = replace(FAKE_MODEL, num_attention_heads=2, num_key_value_heads=2, intermediate_size=2)
-    with pytest.raises(ValueError, match="device='cpu'"):
-        config.resolve(model)
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(rank_device("cuda", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    assert str(rank_device("cpu", 7)) == "cpu"
+    with pytest.raises(ValueError, match=r"rank 2 .* no GPU .* torch sees 2: set tensor_p"):
+        rank_device("cuda", 2)

@@ -378,10 +378,10 @@ def test_an_exception_within_the_engine_is_one_line_and_in_the_trace(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def explode(_self: ModelRunner, _batch: object, _engine_step: int) -> list[int]:
+    def explode(_self: ModelRunner, _batch: object, _engine_step: int) -> None:
         raise RuntimeError("the device\ncaught fire")
 
-    monkeypatch.setattr(ModelRunner, "run", explode)
+    monkeypatch.setattr(ModelRunner, "launch", explode)
     outcome = call(capsys, *run_arguments(oracle))
     assert (outcome.code, outcome.out) == (5, "")
     assert failure(outcome.err) == (

@@ -11,8 +11,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import Ahead, graph_batch_sizes, smallest_that_holds
 from nanovllm.engine.gpu_timer import GpuTimer
+from nanovllm.engine.graph_decoder import is_sampled_in_graph
 from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
-from nanovllm.engine.model_runner import is_sampled_in_graph
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.warmup import largest_prefill
 from nanovllm.errors import KVCacheError
@@ -56,14 +56,24 @@ def running(seq_id: int, num_computed_tokens: int, pages: list[int]) -> Sequence
 def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_only() -> None:
     first, second = running(0, 4, [3, 7]), running(1, 2, [5])
     ahead = Ahead([first, second], [4, 2], {first: 7})
-    assert ahead.is_of([first, second])
-    assert not ahead.is_of([second, first])
-    assert not ahead.is_of([first])
+    assert ahead.rows_of([first, second]) == [0, 1]
+    assert ahead.rows_of([second, first]) is None
+    assert ahead.rows_of([first, second, running(2, 2, [6])]) is None
     second.num_computed_tokens = 3
-    assert not ahead.is_of([first, second])
+    assert ahead.rows_of([first, second]) is None
     second.num_computed_tokens = 2
     first.block_table = [3, 8]
-    assert not ahead.is_of([first, second])
+    assert ahead.rows_of([first, second]) is None
+
+
+def test_rows_of_a_step_ahead_count_without_those_that_have_ended_and_only_those() -> None:
+    seqs = [running(seq_id, 4, [seq_id]) for seq_id in range(4)]
+    ahead = Ahead(seqs, [4] * 4, {})
+    assert ahead.rows_of([seqs[0], seqs[2]]) is None  # the others may be preempted
+    seqs[1].finish_reason, seqs[3].finish_reason = "eos", "aborted"
+    assert ahead.rows_of([seqs[0], seqs[2]]) == [0, 2]
+    assert ahead.rows_of([seqs[2]]) is None
+    assert ahead.rows_of([]) is None
 
 
 @pytest.mark.parametrize(

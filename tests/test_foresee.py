@@ -15,11 +15,13 @@ from hypothesis import given
 
 from nanovllm import LLM
 from nanovllm.assets import TINY_QWEN3
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 from support.fake_runner import FakeRunner, Settings, make_engine, runner_of
 from support.workload import Run, Workload, workloads
 
 if TYPE_CHECKING:
+    from nanovllm.engine.batch import Batch, Foresight
     from nanovllm.engine.llm_engine import LLMEngine
 
 
@@ -46,16 +48,49 @@ def test_a_steady_decode_is_foreseen_in_every_step_over_page_borders_too() -> No
     assert runner_of(engine).num_ahead == 28
 
 
-def test_a_step_that_somebody_ends_in_is_foreseen_if_nobody_takes_a_page() -> None:
-    engine = make_engine(Settings(kvcache_block_size=64))
+@pytest.mark.parametrize("kvcache_block_size", [64, 3, 1])
+@pytest.mark.parametrize("is_caching", [True, False], ids=["caching", "not caching"])
+def test_a_step_that_somebody_ends_in_is_foreseen_and_so_is_who_takes_the_pages(
+    kvcache_block_size: int, is_caching: bool
+) -> None:
+    engine = make_engine(
+        Settings(kvcache_block_size=kvcache_block_size, enable_prefix_caching=is_caching)
+    )
     for max_tokens in (9, 20, 14):
         engine.add_request(
             [1], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         )
     while not engine.is_finished():
         engine.step()
-    # 1 prefill, 19 decodes of 3, 2 and 1; the first decode follows the prefill.
-    assert (runner_of(engine).num_ahead, runner_of(engine).num_in_vain) == (18, 0)
+    # 1 prefill, 19 decodes of 3, 2 and 1; the first decode follows the prefill. It cannot be told
+    # which page comes next where the last page of the one that ends is about to be published.
+    num_untold = {64: 0, 3: 1, 1: 2}[kvcache_block_size] if is_caching else 0
+    assert runner_of(engine).num_ahead == 18 - num_untold
+    assert runner_of(engine).num_in_vain == 0
+
+
+def test_a_step_begins_before_the_tokens_are_there_if_they_could_not_change_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who may end takes no page with him: his row is computed in vain, the others' count."""
+    foreseen: list[tuple[bool, bool]] = []
+    foresee = Scheduler.foresee
+
+    def listening(
+        self: Scheduler, batch: Batch, token_ids: list[int] | None = None
+    ) -> Foresight | None:
+        foresight = foresee(self, batch, token_ids)
+        foreseen.append((token_ids is None, foresight is not None))
+        return foresight
+
+    monkeypatch.setattr(Scheduler, "foresee", listening)
+    engine = make_engine(Settings(kvcache_block_size=64, num_kvcache_blocks=40))
+    prompts = [[1, 2, number] for number in range(7)] + [[2, 1, number] for number in range(7)]
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9))
+    assert {output["finish_reason"] for output in outputs} == {"stop", "length"}
+    assert foreseen.count((True, True)) == runner_of(engine).num_ahead > 5
+    assert (False, True) not in foreseen
+    assert runner_of(engine).num_in_vain == 0
 
 
 def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right() -> None:
@@ -72,7 +107,7 @@ def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right
     outputs = {}
     while not engine.is_finished():
         outputs.update({output["seq_id"]: output for output in engine.step()})
-    assert runner_of(engine).num_in_vain == 2
+    assert runner_of(engine).num_in_vain == 1  # the arrival; the row of the aborted is not missed
     assert outputs[0]["token_ids"] == expected[0]["token_ids"]
 
 
@@ -103,6 +138,7 @@ def test_any_other_step_makes_the_runner_forget_what_it_launched_ahead(
     """What the fake runner does, the real one must do: its graphs are tried on GPUs only."""
     llm = LLM(TINY_QWEN3, device="cpu", num_kvcache_blocks=8)
     graphs = Mock()
+    graphs.can_compute.return_value = False
     monkeypatch.setattr(llm.model_runner, "graphs", graphs)
     llm.add_request([1, 2, 3], SamplingParams(max_tokens=1))
     llm.step()

@@ -17,14 +17,15 @@ same memory, so its inputs live in tensors that never move, and each batch is co
               └──> input_ids, and positions + 1: ready for the same batch's next token
 
 A graph is for one number of rows; a batch takes the smallest that holds it. Where the next step is
-known to be of the same batch, or of what is left of it, it is launched before the host has ended
-this one, and nothing but new pages and ended rows is copied:
+known to be of the same batch, or of what is left of it, it is launched behind this one, before the
+host has so much as seen this one's tokens. Nothing but new pages and ended rows is copied for it:
 
-    GPU    |   step n   |  |  step n + 1   |  |
-    host   .. waits ....|L |end n, begin n+1| waits |L |          L: the tokens are here, launch
+    GPU    |      step n      |    step n + 1    |
+    host    L waits ..........| ends n, begins n + 1, L waits ...     L: launches the next
 
 Should the next step turn out to be another one, what was launched is computed in vain: its keys and
 values are written to places that are nobody's yet or get the same again, its tokens are not read.
+Should only some of its rows have ended unforeseen, the others count.
 
 Knows rows, their tensors and the graphs. Does not know why a batch is what it is, nor what the
 model computes. vLLM's counterpart is `vllm/v1/worker/gpu_model_runner.py`, `capture_model`.
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -114,7 +115,30 @@ class DecodeBuffers:
         self.host_tables = torch.zeros(
             (num_rows, max_num_blocks), dtype=torch.int32, pin_memory=True
         )
-        self.host_token_ids = torch.zeros(num_rows, dtype=torch.int64, pin_memory=True)
+        self.host_token_ids = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the GPU has been given.
+
+    Attributes:
+        size: of its graph.
+        places: the batch's rows in it, in the batch's order.
+        arrival: passed when its tokens are in `host_token_ids`, (size,), -1 in a row whose logits
+            were not finite.
+    """
+
+    size: int
+    places: list[int]
+    arrival: torch.cuda.Event
+    host_token_ids: Tensor
+
+    def token_ids(self) -> list[int]:
+        """Wait for the batch's tokens."""
+        self.arrival.synchronize()
+        token_ids: list[int] = self.host_token_ids.tolist()
+        return [token_ids[place] for place in self.places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +155,25 @@ class Ahead:
     positions: list[int]
     new_pages: dict[Sequence, int]
 
-    def is_of(self, seqs: list[Sequence]) -> bool:
-        """Has it come true, of the batch of `seqs`?"""
-        return (
-            seqs == self.seqs
-            and [seq.num_computed_tokens for seq in seqs] == self.positions
-            and all(seq.block_table[-1] == page for seq, page in self.new_pages.items())
-        )
+    def rows_of(self, seqs: list[Sequence]) -> list[int] | None:
+        """Which of its sequences are `seqs`, if the others have ended; None if it is in vain."""
+        rows, wanted = [], iter(seqs)
+        seq = next(wanted, None)
+        for row, candidate in enumerate(self.seqs):
+            if candidate is seq:
+                if not self._has_come_true(row):
+                    return None
+                rows.append(row)
+                seq = next(wanted, None)
+            elif candidate.finish_reason is None:
+                return None
+        return rows if seq is None else None
+
+    def _has_come_true(self, row: int) -> bool:
+        seq = self.seqs[row]
+        page = self.new_pages.get(seq)
+        is_there = page is None or seq.block_table[-1] == page
+        return is_there and seq.num_computed_tokens == self.positions[row]
 
 
 class DecodeGraphs:
@@ -167,9 +203,10 @@ class DecodeGraphs:
         self.sizes = graph_batch_sizes(len(buffers.positions))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool_bytes = 0
-        self._places: list[int] = []  # the batch's rows, in its order
-        self._ahead: Ahead | None = None
-        self._have_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ahead: tuple[Ahead, Launched] | None = None
+        # Two steps can be under way: one that is waited for, and one behind it.
+        self._hosts = list(buffers.host_token_ids)
+        self._tables_are_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -241,9 +278,9 @@ class DecodeGraphs:
         _copy("q", inputs.positions + [-1] * num_padding, rows.positions)
         width = len(inputs.block_tables[0])
         pages = torch.frombuffer(array("i", chain(*inputs.block_tables)), dtype=torch.int32)
+        self._tables_are_copied.synchronize()  # those of a step in vain, which writes by them
         rows.host_tables[:num_seqs, :width] = pages.view(num_seqs, width)
         self._copy_tables(num_seqs)
-        self._places = list(range(num_seqs))
 
     def load_sampling(self, seqs: list[Sequence]) -> None:
         """Copy how the loaded rows, which are those of `seqs`, are sampled."""
@@ -251,36 +288,44 @@ class DecodeGraphs:
         _copy("f", [seq.sampling_params.temperature for seq in seqs], rows.temperatures)
         _copy("Q", [seq.seed % 2**64 for seq in seqs], rows.seeds)
 
-    def replay(self, size: int) -> None:
-        """Launch the step that the buffers hold. Returns at once."""
+    def replay(self, size: int, places: list[int], arrival: torch.cuda.Event) -> Launched:
+        """Launch the step that the buffers hold. Returns at once.
+
+        Args:
+            size: of the graph.
+            places: the batch's rows, in its order.
+            arrival: will be recorded next, behind the step.
+        """
         self.graphs[size].replay()
-        rows = self.buffers
-        rows.host_token_ids[:size].copy_(rows.token_ids[:size], non_blocking=True)
-        self._have_arrived.record()
+        self._hosts.reverse()
+        host_token_ids = self._hosts[0][:size]
+        host_token_ids.copy_(self.buffers.token_ids[:size], non_blocking=True)
+        return Launched(size, places, arrival, host_token_ids)
 
-    def token_ids(self) -> list[int]:
-        """Wait for the batch's tokens; -1 where the logits were not finite."""
-        self._have_arrived.synchronize()
-        token_ids: list[int] = self.buffers.host_token_ids[: self._places[-1] + 1].tolist()
-        return [token_ids[place] for place in self._places]
-
-    def logits(self) -> Tensor:
-        """The batch's logits, (num_seqs, vocab_size)."""
-        rows = torch.tensor(self._places, device=self.buffers.logits.device)
+    def logits(self, launched: Launched) -> Tensor:
+        """The logits of the step that was launched last, (num_seqs, vocab_size)."""
+        rows = torch.tensor(launched.places, device=self.buffers.logits.device)
         return self.buffers.logits.index_select(0, rows)
 
     @torch.inference_mode()
-    def run_ahead(self, seqs: list[Sequence], foresight: Foresight, size: int) -> None:
-        """Launch the next step of the batch that just ran, before the host has ended this one.
+    def run_ahead(
+        self,
+        seqs: list[Sequence],
+        foresight: Foresight,
+        launched: Launched,
+        arrival: torch.cuda.Event,
+    ) -> None:
+        """Launch the next step of a batch behind the one that is under way.
 
         The rows of sequences that end become padding where they are; the others keep their places.
 
         Args:
-            seqs: the batch that just ran.
+            seqs: the batch.
             foresight: what the next step will be.
-            size: of the graph.
+            launched: the step of the batch that is under way.
+            arrival: will be recorded next, behind the new step.
         """
-        rows, places = self.buffers, self._places
+        rows, places = self.buffers, launched.places
         for index, page in foresight.new_pages:
             rows.host_tables[places[index], len(seqs[index].block_table)] = page
         if foresight.new_pages:
@@ -289,26 +334,32 @@ class DecodeGraphs:
         for index in reversed(foresight.ending):
             rows.positions[places[index]] = -1
             del kept[index]
-        self.replay(size)
-        self._places = [places[index] for index in kept]
-        self._ahead = Ahead(
+        ahead = Ahead(
             [seqs[index] for index in kept],
             [seqs[index].num_computed_tokens + 1 for index in kept],
             {seqs[index]: page for index, page in foresight.new_pages},
         )
+        places = [places[index] for index in kept]
+        self._ahead = ahead, self.replay(launched.size, places, arrival)
 
     def forget(self) -> None:
         """A step of another kind comes in between: what was launched ahead is in vain."""
         self._ahead = None
 
-    def has_run_ahead(self, seqs: list[Sequence]) -> bool:
-        """Is the step that was launched last the next one of exactly these? Asked once."""
-        ahead, self._ahead = self._ahead, None
-        return ahead is not None and ahead.is_of(seqs)
+    def take_ahead(self, seqs: list[Sequence]) -> Launched | None:
+        """The step of exactly these, if it was launched ahead. Asked once."""
+        if self._ahead is None:
+            return None
+        (ahead, launched), self._ahead = self._ahead, None
+        rows = ahead.rows_of(seqs)
+        if rows is None:
+            return None
+        return replace(launched, places=[launched.places[row] for row in rows])
 
     def _copy_tables(self, num_seqs: int) -> None:
         rows = self.buffers
         rows.block_tables[:num_seqs].copy_(rows.host_tables[:num_seqs], non_blocking=True)
+        self._tables_are_copied.record()
 
 
 def _copy(typecode: str, values: list[int] | list[float], destination: Tensor) -> None:

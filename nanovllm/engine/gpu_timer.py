@@ -12,21 +12,30 @@ Knows marks (CUDA events). Does not look at the host's clock.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from typing import Self
 
 
 class Stretch:
-    """One stretch of work, between two marks. It can be measured again and again."""
+    """One stretch of work, between two marks: `with stretch: launch()`. It can be used again."""
 
     def __init__(self) -> None:
         make_mark: Callable[..., torch.cuda.Event] = torch.cuda.Event
         self.first, self.last = make_mark(enable_timing=True), make_mark(enable_timing=True)
+
+    def __enter__(self) -> Self:
+        self.first.record()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.last.record()
 
     def elapsed_ns(self) -> int | None:
         """Nanoseconds between the marks; None if the GPU has not passed them yet."""
@@ -47,14 +56,11 @@ class GpuTimer:
         self._stretches = [Stretch(), Stretch()] if device.type == "cuda" else []
         self.launched: Stretch | None = None  # what was measured last
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure what is launched within this."""
-        if not self._stretches:
-            yield
-            return
-        stretch = self._stretches[self.launched is self._stretches[0]]  # the one that is not last
-        self.launched = stretch
-        stretch.first.record()
-        yield
-        stretch.last.record()
+    def measuring(self) -> AbstractContextManager[object]:
+        """Measure what is launched within this, if a GPU does it."""
+        return self.next_stretch() if self._stretches else nullcontext()
+
+    def next_stretch(self) -> Stretch:
+        """The stretch to measure next: the one that was not measured last. A GPU's only."""
+        self.launched = self._stretches[self.launched is self._stretches[0]]
+        return self.launched

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
+    from nanovllm.engine.batch import Batch
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
     from nanovllm.sampling_params import SamplingParams
 
@@ -132,10 +133,11 @@ class LLMEngine:
         with self._recovering():
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
-            token_ids = self.model_runner.run(batch, self.engine_step)
-            foresight = self.scheduler.foresee(batch, token_ids)
-            if foresight is not None:  # a GPU need not wait for what follows
-                self.model_runner.run_ahead(batch, foresight)
+            self.model_runner.launch(batch, self.engine_step)
+            is_foreseen = self._look_ahead(batch)  # a GPU need not wait for what follows
+            token_ids = self.model_runner.token_ids(batch)
+            if not is_foreseen:
+                self._look_ahead(batch, token_ids)
             self.model_runner.tell_tokens(batch, token_ids)
             stopped = self.output_processor.process(batch.sampled_seqs, token_ids)
             finished = self.scheduler.postprocess(batch, token_ids, stopped)
@@ -270,6 +272,15 @@ class LLMEngine:
         self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _look_ahead(self, batch: Batch, token_ids: list[int] | None = None) -> bool:
+        """Let the next step begin, if it is known by now which it will be."""
+        if not self.model_runner.can_run_ahead:
+            return False
+        foresight = self.scheduler.foresee(batch, token_ids)
+        if foresight is not None:
+            self.model_runner.run_ahead(batch, foresight)
+        return foresight is not None
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

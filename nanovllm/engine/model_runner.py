@@ -11,7 +11,7 @@ A step goes one of three ways:
 
     eager             plain torch, kernel by kernel: everywhere, and the oracle of the others
     fused             this project's kernels, on a GPU: prefills and mixed steps
-    a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (cuda_graphs.py)
+    a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (graph_decoder.py)
 
 With tensor parallelism every rank has a ModelRunner and calls `compute` with the same inputs. Rank
 0 alone lays the batch out and samples (`run`).
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.engine.gpu_timer import GpuTimer, Stretch
+from nanovllm.engine.graph_decoder import GraphDecoder
 from nanovllm.engine.kv_cache import allocate_kv_cache, cpu_memory, estimate_budget, gpu_memory
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.engine.warmup import measure_step_memory
@@ -77,7 +78,7 @@ class ModelRunner:
         self.timer = GpuTimer(self.device)
         self._step_stretch: Stretch | None = None  # the GPU's time of the step under way
         self.sampler = Sampler()
-        self._ready_size: int | None = None  # of the graph whose rows hold the next tokens
+        self._logits: torch.Tensor | None = None  # of the step under way, if it is not a graph's
         parallel, device = ranks.parallel, str(ranks.parallel.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -162,14 +163,17 @@ class ModelRunner:
                 module.k_cache = module.v_cache = None
 
     def _make_graphs(self, model_config: ModelConfig) -> None:
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: GraphDecoder | None = None
         self.eager_reason = self.why_eager()
         if self.eager_reason is not None:
             self.observer.cudagraph_skip(self.eager_reason)
             return
-        self.graphs = self.make_decode_graphs(model_config)
-        self.graphs.capture()
-        self.observer.cudagraph_capture(self.graphs.sizes, self.graphs.pool_bytes)
+        graphs = self.make_decode_graphs(model_config)
+        graphs.capture()
+        if self.ranks.parallel.world_size > 1:
+            self.ranks.parallel.graphs += graphs.graphs.values()
+        self.observer.cudagraph_capture(graphs.sizes, graphs.pool_bytes)
+        self.graphs = GraphDecoder(graphs, self.ranks, self.timer, self.observer)
 
     def why_eager(self) -> str | None:
         """Why no graphs are used; None if they are."""
@@ -204,43 +208,75 @@ class ModelRunner:
     # -- a step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, batch: Batch, engine_step: int) -> list[int]:
-        """Compute the batch's tokens and sample one for each of `batch.sampled_seqs`."""
-        self._ready_size = None
-        is_decode = batch.phase == "decode"
-        if is_decode and self.graphs is not None:
-            size = self.graphs.size_for(len(batch.seqs))
-            if size is not None:
-                return self._run_graph(self.graphs, size, batch, engine_step)
-        if self.graphs is not None:
+    def launch(self, batch: Batch, engine_step: int) -> None:
+        """Begin to compute the batch's tokens, unless that was begun ahead. A GPU goes on alone."""
+        self._logits = None
+        prepare = prepare_decode if batch.phase == "decode" else prepare_prefill
+        step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
+        if self.graphs is None:
+            self._logits = self._compute_eagerly(step)
+        elif self.graphs.can_compute(step.inputs):
+            self.graphs.launch(batch, step, step.inputs)
+            self._step_stretch = self.timer.launched
+        else:
             self.graphs.forget()
-        prepare = prepare_decode if is_decode else prepare_prefill
-        inputs = prepare(batch, self.config.kvcache_block_size)
-        logits = self.compute(Step(engine_step, batch.phase, inputs))
-        if not batch.sampled_seqs:  # an unfinished chunk: its logits mean nothing yet
-            return []
-        return self._sample(logits, batch.sampled_seqs)
+            self._logits = self._compute_eagerly(step)
 
     @torch.inference_mode()
-    def compute(self, step: Step) -> torch.Tensor:
-        """This rank's part of a step. Rank 0 gets the logits, (num_sampled, vocab_size)."""
+    def token_ids(self, batch: Batch) -> list[int]:
+        """Wait for what was launched; sample one token for each of `batch.sampled_seqs`.
+
+        Raises:
+            LogitsError: the logits of one have no largest finite number.
+        """
+        if not batch.sampled_seqs:  # an unfinished chunk: its logits mean nothing yet
+            return []
+        if self._logits is None and self.graphs is not None:
+            return self.graphs.token_ids() or self._sample(self.graphs.logits(), batch.sampled_seqs)
+        if self._logits is None:
+            raise RuntimeError("token_ids() comes after launch()")
+        return self._sample(self._logits, batch.sampled_seqs)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Could the next step begin now, if it were of the same batch?"""
+        return self._logits is None and self.graphs is not None and self.graphs.can_run_ahead
+
+    @torch.inference_mode()
+    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
+        """Begin the next step behind the one that was launched, if that can be.
+
+        Args:
+            batch: what was launched.
+            foresight: what the next step will be.
+        """
+        if self.graphs is not None:
+            self.graphs.run_ahead(batch, foresight)
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> None:
+        """Compute this rank's part of a step that rank 0 has begun."""
+        if self.graphs is not None and self.graphs.can_compute(step.inputs):
+            self.graphs.compute(step, step.inputs)
+        else:
+            self._compute_eagerly(step)
+
+    def _compute_eagerly(self, step: Step) -> torch.Tensor:
+        """This rank's part of a step, kernel by kernel. Rank 0 gets the logits of the sampled."""
         inputs = step.inputs
         if isinstance(inputs, PrefillInputs):  # any number of tokens a sequence
             context = self._prefill_context(inputs)
             self.observer.prepare_prefill_tensors(inputs)
         else:
-            if self.graphs is not None:
-                size = self.graphs.size_for(len(inputs.input_ids))
-                if size is not None:
-                    self._compute_graph(self.graphs, size, step, inputs)
-                    return self.graphs.logits()
             context = self._decode_context(inputs)
             self.observer.prepare_decode_tensors(inputs)
         input_ids = self._flat_tensor(inputs.input_ids)
         positions = self._flat_tensor(inputs.positions)
         threads = threads_for(input_ids.numel(), self.largest_weight)
-        with self.ranks.computing(step), forward_context(context), threads, self.timer.measuring():
-            logits = self.forward(input_ids, positions)
+        with self.ranks.computing(step):
+            with forward_context(context), threads, self.timer.measuring():
+                logits = self.forward(input_ids, positions)
+            self.ranks.parallel.await_device()
         self._step_stretch = self.timer.launched
         is_decode = step.phase == "decode"
         reason = (self.eager_reason or "batch_beyond_graphs") if is_decode else step.phase
@@ -252,52 +288,6 @@ class ModelRunner:
         """Compute a step kernel by kernel, inside a `forward_context`: tokens -> logits."""
         model = self.model if self.fused is None else self.fused
         return model.compute_logits(model(input_ids, positions))
-
-    def _compute_graph(
-        self, graphs: DecodeGraphs, size: int, step: Step, inputs: DecodeInputs
-    ) -> None:
-        """Load a batch and replay its graph, with all ranks."""
-        graphs.load(inputs, size)
-        with self.ranks.computing(step), self.timer.measuring():
-            graphs.replay(size)
-        batch_size = len(inputs.input_ids)
-        self.observer.prepare_decode_tensors(inputs)
-        self.observer.cudagraph_replay(batch_size, size, is_ahead=False)
-
-    def _run_graph(
-        self, graphs: DecodeGraphs, size: int, batch: Batch, engine_step: int
-    ) -> list[int]:
-        """Decode by replaying a graph, which samples too."""
-        seqs = batch.seqs
-        inputs = prepare_decode(batch, self.config.kvcache_block_size)
-        if graphs.has_run_ahead(seqs):  # the GPU is at work already
-            batch_size = len(seqs)
-            self.observer.prepare_decode_tensors(inputs)
-            self.observer.cudagraph_replay(batch_size, size, is_ahead=True)
-        else:
-            graphs.load_sampling(seqs)
-            self._compute_graph(graphs, size, Step(engine_step, "decode", inputs), inputs)
-        self._step_stretch = self.timer.launched
-        token_ids = graphs.token_ids()
-        if min(token_ids) < 0 or not all(map(is_sampled_in_graph, seqs)):
-            return self._sample(graphs.logits(), seqs)  # or say what is wrong
-        if self.ranks.parallel.world_size == 1:
-            self._ready_size = size
-        return self.ranks.agree(token_ids)
-
-    @torch.inference_mode()
-    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
-        """Begin the next step, if it can begin early.
-
-        Args:
-            batch: what `run` has just run.
-            foresight: what the next step will be.
-        """
-        size, num_seqs = self._ready_size, len(batch.seqs) - len(foresight.ending)
-        if self.graphs is None or size is None or self.graphs.size_for(num_seqs) != size:
-            return  # a smaller graph will do
-        with self.timer.measuring():
-            self.graphs.run_ahead(batch.seqs, foresight, size)
 
     def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
         """Say what `run` brought. Apart from it, since a GPU should not wait for what is said."""
@@ -364,13 +354,6 @@ class ModelRunner:
         if not values:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         return torch.frombuffer(array("q", values), dtype=torch.int64).to(self.device)
-
-
-def is_sampled_in_graph(seq: Sequence) -> bool:
-    """Can a graph draw this sequence's tokens, without anybody seeing the logits?"""
-    params = seq.sampling_params
-    is_cut = params.temperature > 0 and (bool(params.top_k) or params.top_p < 1)
-    return not is_cut and params.logprobs is None
 
 
 def sampling_tensors(seqs: list[Sequence], device: torch.device | str = "cpu") -> SamplingTensors:

@@ -125,12 +125,14 @@ class Lockstep(Ranks):
         try:
             yield
         except ContactLostError as error:
+            self.parallel.close()
             self._ended = (
                 f"{error}: one of them died, raised, or did not come within {self._timeout:g} s "
                 "(distributed_timeout); what it printed says why"
             )
             raise WorkerError(self._ended) from error
         except BaseException as error:
+            self.parallel.close()
             self._ended = (
                 f"rank {self.parallel.rank} left a step half done ({type(error).__name__}: "
                 f"{error}), so the ranks are no longer in step; start them anew"
@@ -143,6 +145,7 @@ def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) ->
 
     Raises:
         ValueError: torchrun started another number of processes than `tensor_parallel_size`.
+        ValueError: there are fewer GPUs than ranks.
         WorkerError: not every rank came.
     """
     from nanovllm.engine.worker_group import WorkerGroup  # noqa: PLC0415 - it is one of the Ranks
@@ -160,12 +163,25 @@ def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) ->
         return Ranks(TensorParallel(device=rank_device(config.device, 0)))
     if launch is not None:
         return Lockstep(launch, config)
+    rank_device(config.device, num_ranks - 1)  # is there one for the last?
     return WorkerGroup(config, model_config, observer)
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:
-    """What a rank computes on: of several GPUs, the one of its own number."""
-    return torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    """What a rank computes on: of several GPUs, the one of its own number.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    if device != "cuda":
+        return torch.device(device)
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ValueError(
+            f"rank {local_rank} of this machine has no GPU to compute on, torch sees {num_gpus}: "
+            f"set tensor_parallel_size to {num_gpus} or less, or device='cpu'"
+        )
+    return torch.device(device, local_rank)
 
 
 def _await_all(store: Store, world_size: int) -> None:

@@ -206,16 +206,17 @@ class Scheduler:
                 finished.append(seq)
         return finished
 
-    def foresee(self, batch: Batch, token_ids: list[int]) -> Foresight | None:
+    def foresee(self, batch: Batch, token_ids: list[int] | None = None) -> Foresight | None:
         """Will the next step be this one again, one token further? Changes nothing.
 
-        Asked before `postprocess`, so that a GPU can begin the next step while the host still ends
-        this one. Whatever happens in between (a request comes or is aborted) makes it a wrong
-        guess, and the work in vain, but not a wrong result.
+        Asked before `postprocess`, and first even before the tokens are there, so that a GPU can
+        begin the next step while the host still ends this one. Whatever happens in between (a
+        request comes, say) makes it a wrong guess, and the work in vain, but not a wrong result.
 
         Args:
             batch: what `schedule` returned.
-            token_ids: one sampled token for each of `batch.sampled_seqs`.
+            token_ids: one sampled token for each of `batch.sampled_seqs`; None if unknown yet. Then
+                only those are foreseen to end that have reached their length.
 
         Returns:
             What the next step will be; None for another step, or where it cannot be told.
@@ -223,18 +224,22 @@ class Scheduler:
         if self.waiting or batch.num_prefills or len(batch.seqs) < len(self.running):
             return None
         block_size = self.block_manager.block_size
-        ending, takers = [], []
-        for index, (seq, token_id) in enumerate(zip(batch.seqs, token_ids, strict=True)):
-            num_tokens = len(seq.token_ids) + 1  # with this one
-            if num_tokens >= seq.max_num_tokens or token_id in seq.end_token_ids:
+        ending, takers, may_end = [], [], False
+        for index, seq in enumerate(batch.seqs):
+            num_tokens = len(seq.token_ids) + 1  # with this step's
+            if num_tokens >= seq.max_num_tokens or (
+                token_ids is not None and token_ids[index] in seq.end_token_ids
+            ):
                 ending.append(index)
-            elif seq.sampling_params.stop:  # known to its text only
-                return None
-            elif num_tokens > len(seq.block_table) * block_size:
+                continue
+            # A stop string is known to the text only.
+            may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
+            if num_tokens > len(seq.block_table) * block_size:
                 takers.append(index)
-        if len(ending) == len(batch.seqs) or (ending and takers):
-            return None  # pages that are given back would be taken first: too much to foresee
-        pages = self.block_manager.next_blocks(len(takers))
+        if len(ending) == len(batch.seqs) or (may_end and takers):
+            return None  # the pages of one that ends would be taken first
+        seqs_ending = [batch.seqs[index] for index in ending]
+        pages = self.block_manager.next_blocks(len(takers), seqs_ending)
         return None if pages is None else Foresight(ending, list(zip(takers, pages, strict=True)))
 
     def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:

@@ -60,6 +60,7 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         logits = torch.zeros((num_rows, model_config.vocab_size), device=device)
         _sample(runner, logits)
     del logits
+    runner.ranks.parallel.await_device()
     torch.cuda.synchronize(device)
     peak_bytes = torch.cuda.max_memory_allocated(device)
     runner.observer.warmup_model(num_seqs, seq_len, peak_bytes)
@@ -70,6 +71,7 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         before = torch.cuda.memory_allocated(device)
         graphs = runner.make_decode_graphs(model_config)
         graphs.run(graphs.sizes[-1])
+        runner.ranks.parallel.await_device()
         torch.cuda.synchronize(device)
         graph_pool_bytes = torch.cuda.max_memory_allocated(device) - before
         del graphs

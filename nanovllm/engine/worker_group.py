@@ -86,6 +86,10 @@ class _Workers:
         if self.parallel is not None:
             self.parallel.close()
 
+    def is_any_gone(self) -> bool:
+        """Has one of them ended?"""
+        return any(process.exitcode is not None for process in self.processes)
+
     @property
     def is_forked(self) -> bool:
         """Is this a fork of rank 0's process? It has the lists, but the workers are not its own."""
@@ -142,6 +146,7 @@ class WorkerGroup(Ranks):
             self._greet()
             device = rank_device(config.device, 0)
             parallel = connect(store, 0, num_ranks, device, self._timeout, is_one_machine=True)
+        parallel.is_any_gone = self._workers.is_any_gone
         self._workers.parallel = parallel
         super().__init__(parallel, num_ranks)
 

@@ -117,10 +117,7 @@ class Sampler(nn.Module):
         chosen = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         if not chosen.isfinite().all():
             row = int(chosen.isfinite().logical_not().nonzero()[0])
-            raise LogitsError(
-                f"Row {row} of the logits has no largest finite number: its best is "
-                f"{chosen[row].item()}. The model's weights or its computation are broken."
-            )
+            raise broken_logits(row)
         return token_ids
 
     def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -197,3 +194,11 @@ def _splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS_64
     return x ^ (x >> 31)
+
+
+def broken_logits(row: int) -> LogitsError:
+    """What is wrong with a row from which nothing can be drawn."""
+    return LogitsError(
+        f"Row {row} of the logits has no largest finite number (it holds NaN, say): the model's "
+        "weights or its computation are broken."
+    )

@@ -111,10 +111,16 @@ class FakeRunner:
         self.cache: dict[int, int] = {}  # slot -> digest
         self.ahead: tuple[Ahead, list[int]] | None = None
         self.num_ahead = self.num_in_vain = 0
+        self.states: list[int] = []  # of the step under way, one for each token that is sampled
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
-    def run(self, batch: Batch, _engine_step: int) -> list[int]:
-        """What ModelRunner.run does, with the same words to the observer."""
+    @property
+    def can_run_ahead(self) -> bool:
+        """Always ready, as a GPU with a graph for every batch."""
+        return True
+
+    def launch(self, batch: Batch, _engine_step: int) -> None:
+        """What ModelRunner.launch does, with the same words to the observer."""
         self.at("scheduled", batch)
         assert batch, "an empty batch"
         inputs: PrefillInputs | DecodeInputs
@@ -140,7 +146,11 @@ class FakeRunner:
             states = self._prefill(inputs, batch.seqs)
             self.observer.run_eager(batch.phase, len(inputs.input_ids))
         self.at("ran", batch)
-        return [next_token(state) for state in states] if batch.sampled_seqs else []
+        self.states = states
+
+    def token_ids(self, batch: Batch) -> list[int]:
+        """What ModelRunner.token_ids does."""
+        return [next_token(state) for state in self.states] if batch.sampled_seqs else []
 
     def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
         """What ModelRunner.tell_tokens does."""
@@ -169,11 +179,12 @@ class FakeRunner:
         if self.ahead is None:
             return None
         (ahead, states), self.ahead = self.ahead, None
-        if not ahead.is_of(seqs):
+        rows = ahead.rows_of(seqs)
+        if rows is None:
             self.num_in_vain += 1
             return None
         self.num_ahead += 1
-        return states
+        return [states[row] for row in rows]
 
     def _forget(self) -> None:
         self.num_in_vain += self.ahead is not None

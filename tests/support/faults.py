@@ -32,7 +32,6 @@ from support.workload import Request, Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-    from nanovllm.engine.batch import Foresight
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.engine.sequence import Sequence
@@ -89,7 +88,7 @@ class BlindRunner(FakeRunner):
     """
 
     @override
-    def run(self, batch: Batch, _engine_step: int) -> list[int]:
+    def launch(self, batch: Batch, _engine_step: int) -> None:
         inputs: PrefillInputs | DecodeInputs
         if batch.phase == "decode":
             inputs = model_inputs.prepare_decode(batch, self.block_size)
@@ -99,11 +98,16 @@ class BlindRunner(FakeRunner):
             self.observer.prepare_prefill_tensors(inputs)
         reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
         self.observer.run_eager(reason, len(inputs.input_ids))
-        return [next_token(digests(seq.token_ids)[-1]) for seq in batch.sampled_seqs]
 
     @override
-    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
+    def token_ids(self, batch: Batch) -> list[int]:
+        return [next_token(digests(seq.token_ids)[-1]) for seq in batch.sampled_seqs]
+
+    @property
+    @override
+    def can_run_ahead(self) -> bool:
         """It has no GPU to keep busy."""
+        return False
 
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def _smallest(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Clash]:
     yield from differ("padding", event.padding, "rows_left_over", rest)
     if ledger.step.phase != "decode":
         yield Clash(Fact("event", ev.tag_of(event)), Fact("phase_of_step", ledger.step.phase))
-    if ledger.graphs is not None:
+    if ledger.graphs is not None and not event.is_ahead:
         fit = [size for size in ledger.graphs if size >= batch_size]
         known = min(fit, default=None)
         yield from differ("graph_batch_size", event.graph_batch_size, "smallest_graph", known)
@@ -211,7 +211,10 @@ def _smallest(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Clash]:
 
 
 def _ahead(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Clash]:
-    """A step that was launched early is the step before without those that ended."""
+    """A step that was launched early is the step before without those that ended.
+
+    Its graph is that step's: what ended unforeseen has left its rows as padding.
+    """
     step, before = ledger.step, ledger.step_before
     if not event.is_ahead or step is None:
         return
@@ -219,7 +222,11 @@ def _ahead(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Clash]:
     if before is None or not isinstance(before.schedule, ev.ScheduleDecode):
         yield Clash(Fact("is_ahead", value=True), Fact("step_before", None))
         return
-    known = [seq_id for seq_id in before.num_scheduled if seq_id not in before.finished]
+    known = [
+        seq_id
+        for seq_id in before.num_scheduled
+        if seq_id not in before.finished and seq_id in ledger.requests
+    ]
     yield from differ("is_ahead", batch, "step_before", known)
     run = before.run
     if ledger.graphs is not None and isinstance(run, ev.CudagraphReplay):

@@ -9,12 +9,14 @@ import torch
 
 from nanovllm.engine.ranks import rank_device
 from nanovllm.errors import AttentionBackendError
+from nanovllm.layers import attention_choice
 from nanovllm.layers.attention import make_attention_backend
 from nanovllm.layers.attention_choice import (
     ATTENTION_BACKENDS,
     AttentionFacts,
     can_fuse,
     choose_attention,
+    flash_attn_version,
 )
 from nanovllm.utils.devices import resolve_device, resolve_dtype
 
@@ -24,7 +26,7 @@ HOPPER = AttentionFacts(
     dtype="bfloat16",
     head_dim=128,
     block_size=256,
-    has_flash_attn=True,
+    flash_attn=2,
     has_triton=True,
 )
 T4 = replace(HOPPER, capability=(7, 5), dtype="float16")
@@ -35,7 +37,7 @@ CPU = replace(HOPPER, device_type="cpu", capability=(0, 0), dtype="float32")
     ("facts", "name", "reason"),
     [
         (HOPPER, "hybrid", "first_choice"),
-        (replace(HOPPER, has_flash_attn=False), "triton", "flash_attn_missing"),
+        (replace(HOPPER, flash_attn=None), "triton", "flash_attn_missing"),
         (replace(HOPPER, dtype="float32"), "triton", "needs_16_bit"),
         (replace(HOPPER, block_size=16), "triton", "needs_pages_of_256"),
         (replace(HOPPER, head_dim=80), "flash_attn", "head_dim_unsupported"),
@@ -63,7 +65,7 @@ def test_what_was_asked_for_is_taken_where_it_runs(name: str) -> None:
         ("flash_attn", CPU, "the device is cpu"),
         ("triton", CPU, "need a GPU"),
         ("hybrid", T4, "compute capability 7.5"),
-        ("flash_attn", replace(HOPPER, has_flash_attn=False), "pip install flash-attn"),
+        ("flash_attn", replace(HOPPER, flash_attn=None), "pip install flash-attn"),
         ("flash_attn", replace(HOPPER, dtype="float32"), "float16 or bfloat16, not float32"),
         ("flash_attn", replace(HOPPER, block_size=16), "multiple of 256, not 16"),
         ("triton", replace(HOPPER, head_dim=80), "head_dim=80"),
@@ -133,3 +135,23 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(rank_device("cpu", 7)) == "cpu"
     with pytest.raises(ValueError, match=r"rank 2 .* no GPU .* torch sees 2: set tensor_p"):
         rank_device("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_hopper", "on_ampere"),
+    [
+        (set(), None, None),
+        ({"flash_attn"}, 2, 2),
+        ({"flash_attn_interface"}, 3, None),
+        ({"flash_attn", "flash_attn_interface"}, 3, 2),
+    ],
+)
+def test_flash_attn_3_is_taken_on_a_hopper_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: set[str],
+    on_hopper: int | None,
+    on_ampere: int | None,
+) -> None:
+    monkeypatch.setattr(attention_choice, "find_spec", lambda name: name in installed or None)
+    assert flash_attn_version((9, 0)) == on_hopper
+    assert flash_attn_version((8, 0)) == on_ampere

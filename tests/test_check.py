@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.policies import POLICIES
 from nvtrace import events as ev
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.check import INVARIANTS, Checker, Fact, Finding, check
@@ -37,6 +38,8 @@ from support.workload import MemoryFile, Run, Workload, workloads
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.scheduler import Scheduler
     from nvtrace.catalog import Catalog
 
 INTERRUPTIONS = st.builds(
@@ -94,6 +97,24 @@ def test_nothing_is_found_where_there_are_graphs_calls_and_cache_resets(
     }
     assert told == set(ev.EVENT_TYPES)
     assert [finding for records in sources for finding in check(records)] == []
+
+
+def decodes_then_cuts_any_prompt(scheduler: Scheduler, batch: Batch) -> None:
+    scheduler.decode(batch)
+    scheduler.continue_prefill(batch)
+    scheduler.admit(batch, chunk_any=True)
+
+
+@pytest.mark.parametrize("workload", [BUSY, *(draw_case(7, index).workload for index in range(4))])
+def test_a_policy_of_your_own_is_judged_by_what_holds_for_every_policy(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "mine", decodes_then_cuts_any_prompt)
+    settings = replace(workload.settings, policy="mine")
+    records = Recording(replace(workload, settings=settings)).records
+    assert list(check(records)) == []
+    overfull = changed(records, ev.SchedulePrefill, num_batched_tokens=10**6)
+    assert "budgets" in {finding.invariant for finding in check(overfull)}
 
 
 def test_a_trace_is_checked_by_its_events_alone_as_a_tap_hears_them() -> None:
@@ -316,7 +337,7 @@ def test_an_unsound_trace_ends_with_1_and_says_what_disagrees_and_what_it_teache
     assert "SCHEDULE_PREFILL: no page is lost and none is made" in outcome.out
     assert "a leak shows as" in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
-    assert "空闲表" in call(capsys, "check", unsound, "--lang", "zh").out
+    assert "空闲链表" in call(capsys, "check", unsound, "--lang", "zh").out
 
 
 def test_json_is_one_object_a_finding_and_plain_one_line(

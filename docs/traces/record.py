@@ -1,12 +1,16 @@
-"""Record what the docs show of a GPU: `python docs/traces/record.py NAME...`, from the root.
+"""Record the traces that docs and notebooks show: `python docs/traces/record.py NAME...`.
 
-    example      the article's two requests, on the model that ships
-    preemption   the scenario of that name, on the model that ships
-    two-gpus     the article's two requests, shared by two GPUs
-    benchmark    the first 200 steps of nano-vllm's benchmark, on Qwen3-0.6B's shape, random weights
+From the root. None of them is edited by hand, and what they ran on is in their first lines.
 
-Each goes to docs/traces/gpu-NAME.jsonl.zst, and none is edited by hand. What they ran on is in
-their first lines.
+    cpu              the scenarios below, on the model that ships, each as NAME.jsonl.zst:
+                     example, shared-prefix, chunked-prefill, preemption, late-join,
+                     static-vs-continuous; static (the last one by the policy static), mixed
+                     (late-join by the policy mixed), two-ranks (example, shared by two processes)
+    gpu-example      the article's two requests, on the model that ships
+    gpu-preemption   the scenario of that name, on the model that ships
+    gpu-two-gpus     the article's two requests, shared by two GPUs
+    gpu-benchmark    the first 200 steps of nano-vllm's benchmark, on Qwen3-0.6B's shape, random
+                     weights
 """
 
 from __future__ import annotations
@@ -24,12 +28,35 @@ FOLDER = Path("docs/traces")
 MODEL = Path("nanovllm/assets/tiny-qwen3")
 RANDOM_MODEL = Path("qwen3-0.6b-shape-random-weights")
 NUM_STEPS = 200
+SCENARIOS = {
+    "example": ("example",),
+    "shared-prefix": ("shared-prefix",),
+    "chunked-prefill": ("chunked-prefill",),
+    "preemption": ("preemption",),
+    "late-join": ("late-join",),
+    "static-vs-continuous": ("static-vs-continuous",),
+    "static": ("static-vs-continuous", "--policy", "static"),
+    "mixed": ("late-join", "--policy", "mixed"),
+    "two-ranks": ("example", "--tp", "2"),
+    "gpu-example": ("example",),
+    "gpu-preemption": ("preemption",),
+    "gpu-two-gpus": ("example", "--tp", "2"),
+}
 
 
-def run(name: str, out: Path, *options: str) -> None:
+def run(name: str) -> None:
     """Let the command line record a scenario."""
-    command = [sys.executable, "-m", "nvtrace_cli", "run", name, "--model", str(MODEL)]
-    subprocess.run([*command, "--out", str(out), "--quiet", *options], check=True)  # noqa: S603 - our own command
+    for rank_file in FOLDER.glob(f"{name}.rank*.jsonl.zst"):
+        rank_file.unlink()
+    command = [sys.executable, "-m", "nvtrace_cli", "run", *SCENARIOS[name], "--model", str(MODEL)]
+    device = "cuda" if name.startswith("gpu-") else "cpu"
+    options = ["--device", device, "--out", str(path_of(name)), "--quiet"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command
+
+
+def path_of(name: str) -> Path:
+    """Where a trace lies."""
+    return FOLDER / f"{name}.jsonl.zst"
 
 
 def run_benchmark(out: Path) -> None:
@@ -52,18 +79,17 @@ def run_benchmark(out: Path) -> None:
 
 def main() -> None:
     """Record what is named."""
-    for name in sys.argv[1:]:
-        out = FOLDER / f"gpu-{name}.jsonl.zst"
-        out.unlink(missing_ok=True)
-        match name:
-            case "benchmark":
-                run_benchmark(out)
-            case "two-gpus":
-                out.with_name("gpu-two-gpus.rank1.jsonl.zst").unlink(missing_ok=True)
-                run("example", out, "--tp", "2")
-            case _:
-                run(name, out)
-        print(out, out.stat().st_size)
+    asked = [
+        *(name for name in sys.argv[1:] if name != "cpu"),
+        *(name for name in SCENARIOS if "cpu" in sys.argv[1:] and not name.startswith("gpu-")),
+    ]
+    for name in asked:
+        path_of(name).unlink(missing_ok=True)
+        if name == "gpu-benchmark":
+            run_benchmark(path_of(name))
+        else:
+            run(name)
+        print(path_of(name), path_of(name).stat().st_size)
 
 
 if __name__ == "__main__":

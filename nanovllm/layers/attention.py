@@ -86,23 +86,18 @@ def make_attention_backend(name: str) -> AttentionBackend:
     Raises:
         ValueError: there is none of that name.
     """
-    # Imported here: the packages of the other two are on a GPU user's machine only.
-    match name:
-        case "sdpa":
-            return SdpaBackend()
-        case "flash_attn":
-            from nanovllm.layers.attention_flash import FlashAttentionBackend  # noqa: PLC0415
+    # Imported here: the packages of the others are on a GPU user's machine only.
+    if name == "sdpa":
+        return SdpaBackend()
+    if name == "triton":
+        from nanovllm.layers.attention_triton import TritonBackend  # noqa: PLC0415
 
-            return FlashAttentionBackend()
-        case "hybrid":
-            from nanovllm.layers.attention_flash import HybridBackend  # noqa: PLC0415
+        return TritonBackend()
+    if name not in {"flash_attn", "hybrid"}:
+        raise ValueError(f"there is no attention backend {name!r}")
+    from nanovllm.layers.attention_flash import FlashAttentionBackend, HybridBackend  # noqa: PLC0415
 
-            return HybridBackend()
-        case "triton":
-            from nanovllm.layers.attention_triton import TritonBackend  # noqa: PLC0415
-
-            return TritonBackend()
-    raise ValueError(f"there is no attention backend {name!r}")
+    return HybridBackend() if name == "hybrid" else FlashAttentionBackend()
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.errors import AttentionBackendError
 
@@ -24,6 +24,7 @@ ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
 FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
 FLASH_CAPABILITY = (8, 0)
+HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
 
@@ -38,7 +39,8 @@ class AttentionFacts:
         dtype: of the keys and values.
         head_dim: numbers in a head.
         block_size: tokens in a KV page.
-        has_flash_attn, has_triton: is the package installed?
+        flash_attn: the version that is installed for such a GPU, 2 or 3; None for none.
+        has_triton: is the package installed?
     """
 
     device_type: str
@@ -46,7 +48,7 @@ class AttentionFacts:
     dtype: str
     head_dim: int
     block_size: int
-    has_flash_attn: bool
+    flash_attn: Literal[2, 3] | None
     has_triton: bool
 
 
@@ -60,9 +62,16 @@ def attention_facts(
         dtype=dtype,
         head_dim=head_dim,
         block_size=block_size,
-        has_flash_attn=find_spec("flash_attn") is not None,
+        flash_attn=flash_attn_version(capability),
         has_triton=find_spec("triton") is not None,
     )
+
+
+def flash_attn_version(capability: tuple[int, int]) -> Literal[2, 3] | None:
+    """Which flash-attn is installed for a GPU: 3, where both are and the GPU is a Hopper."""
+    if capability >= HOPPER and find_spec("flash_attn_interface") is not None:
+        return 3
+    return None if find_spec("flash_attn") is None else 2
 
 
 def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
@@ -108,7 +117,7 @@ def _obstacle(name: str, facts: AttentionFacts) -> str | None:
     if facts.device_type != "cuda":
         return "no_gpu"
     needs_of_flash_attn = {
-        "flash_attn_missing": facts.has_flash_attn,
+        "flash_attn_missing": facts.flash_attn is not None,
         "gpu_too_old": facts.capability >= FLASH_CAPABILITY,
         "needs_16_bit": facts.dtype in {"float16", "bfloat16"},
         "needs_pages_of_256": facts.block_size % FLASH_PAGE_MULTIPLE == 0,

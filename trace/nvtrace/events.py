@@ -124,7 +124,7 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
     block_bytes: int
     num_blocks: int
 
-    log_fields = ("total_gib", "free_gib", "block_bytes", "num_blocks")
+    log_fields = ("total_gib", "free_gib", "peak_gib", "block_bytes", "num_blocks")
 
     @property
     def total_gib(self) -> float:
@@ -135,6 +135,11 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
     def free_gib(self) -> float:
         """`free_bytes` in the article's unit."""
         return round(self.free_bytes / 2**30, 3)
+
+    @property
+    def peak_gib(self) -> float | None:
+        """`peak_bytes` in the article's unit."""
+        return None if self.peak_bytes is None else round(self.peak_bytes / 2**30, 3)
 
 
 class CudagraphCapture(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_CAPTURE"):

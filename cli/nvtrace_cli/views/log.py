@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
 
 
+_DEEPEST = 16
+
+
 def log_line(event: ev.Event | Unknown, catalog: Catalog, rank: int = 0) -> str:
     """One event in one line, without a newline; that of another rank than 0 begins with it."""
     line = _log_line(event, catalog)
@@ -49,23 +52,32 @@ def _log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
     if isinstance(event, ev.StateTransition):
         parts.append(f"result={event.previous} -> {event.status}")
     if event.log_fields:
-        parts.append(f"stats={_stats([(name, getattr(event, name)) for name in event.log_fields])}")
+        facts = [(name, getattr(event, name)) for name in event.log_fields]
+        parts.append(f"stats={_stats([fact for fact in facts if fact != ('peak_gib', None)])}")
     return " | ".join(parts)
 
 
-def _stats(facts: list[tuple[str, object]]) -> str:
-    return "{" + ", ".join(f"{escape(name)}={_value(value)}" for name, value in facts) + "}"
+def _stats(facts: list[tuple[str, object]], depth: int = 0) -> str:
+    parts = [f"{escape(name)}={_value(value, depth)}" for name, value in facts]
+    return "{" + ", ".join(parts) + "}"
 
 
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, str):
-        return escape(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(_value, value)) + ("," if len(value) == 1 else "") + ")"
-    if isinstance(value, dict):
-        return _stats(list(value.items()))
-    return str(value)
+def _value(value: object, depth: int = 0) -> str:
+    """A value as it is written. What lies too deep in others is of no event of ours."""
+    if depth > _DEEPEST:
+        return "..."
+    match value:
+        case float():
+            text = f"{value:g}"
+        case str():
+            text = escape(value)
+        case list():
+            text = "[" + ", ".join(_value(item, depth + 1) for item in value) + "]"
+        case tuple():
+            items = ", ".join(_value(item, depth + 1) for item in value)
+            text = "(" + items + ("," if len(value) == 1 else "") + ")"
+        case dict():
+            text = _stats(list(value.items()), depth + 1)
+        case _:
+            text = str(value)
+    return text

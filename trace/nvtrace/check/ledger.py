@@ -27,6 +27,7 @@ Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
 Run = ev.RunEager | ev.CudagraphReplay
 
 PHASES: tuple[ev.Phase, ...] = ("prefill", "decode", "mixed")
+POLICIES = ("prefill_first", "mixed", "static")  # whose decisions are known here
 SCHEDULES = (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed)
 RUNS = (ev.RunEager, ev.CudagraphReplay)
 _TAKES = (ev.BlocksAllocate, ev.BlocksAppend)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.ledger import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,6 +168,8 @@ def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
     if len(running) >= ledger.init.max_num_seqs:
         most = ledger.init.max_num_seqs
         yield Clash(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
+    if ledger.init.policy not in POLICIES:
+        return  # what it has given to whom, and whether it cuts, is its own business
     need = len(seq.token_ids) - seq.num_computed_tokens
     left, may_cut = _budget(ledger)
     if need > left and not may_cut:
@@ -191,6 +194,9 @@ def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Clash]:
         yield Clash(
             Fact("event", ev.tag_of(event)), Fact("already_stopped", ledger.step.stop.seq_id)
         )
+    is_of_tokens = event.reason in {"token_budget", "chunk_not_first"}
+    if is_of_tokens and ledger.init is not None and ledger.init.policy not in POLICIES:
+        return
     known = _limit(ledger, ledger.state.waiting[0])
     told = (event.reason, event.need, event.have)
     yield from differ("reason_need_have", told, "limit_met", known)

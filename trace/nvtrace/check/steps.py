@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 from nvtrace.check.finding import Clash, Fact, Rule, differ
-from nvtrace.check.ledger import PHASES, SCHEDULES
+from nvtrace.check.ledger import PHASES, POLICIES, SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from nvtrace.check.ledger import Ledger, Schedule, StepNotes
 
     Lengths = ev.SchedulePrefill | ev.ScheduleMixed
-
-_POLICIES = ("prefill_first", "mixed", "static")
-
 
 # -- schedule --------------------------------------------------------------------------------------
 
@@ -31,7 +28,7 @@ def _batch(ledger: Ledger, event: Schedule) -> Iterator[Clash]:
         return
     policy = ledger.init.policy
     by_event = {ev.SchedulePrefill: "prefill", ev.ScheduleDecode: "decode"}
-    kind = policy if policy in _POLICIES else by_event.get(type(event), "mixed")
+    kind = policy if policy in POLICIES else by_event.get(type(event), "mixed")
     known = ledger.batch(ledger.state.running, kind)
     yield from differ("seq_ids", event.seq_ids, "running_in_order", [*known])
     yield from differ("scheduled", event.scheduled, "num_seq_ids", len(event.seq_ids))

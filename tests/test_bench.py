@@ -524,6 +524,8 @@ def test_other_tokens_end_with_code_1(
     [
         (["marathon"], "marathon"),
         (["--json", "--plain"], "--plain"),
+        (["--batch", "4"], "nvtrace bench decode"),
+        (["seed", "--context", "4"], "nvtrace bench decode"),
         (["--rounds", "0"], "--rounds"),
         (["--against", "vllm"], "--against vllm"),
         (["--against", ""], "--against"),

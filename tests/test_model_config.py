@@ -178,6 +178,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"head_dim": 127}, "head_dim"),
     ({"head_dim": None, "num_attention_heads": 24}, "head_dim"),
     ({"max_position_embeddings": 0}, "max_position_embeddings"),
+    ({"max_position_embeddings": 1}, "max_position_embeddings"),
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),

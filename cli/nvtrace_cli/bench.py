@@ -124,6 +124,8 @@ def bench(
     """
     if json and plain:
         raise UsageError("--json and --plain are two answers to one question: give one")
+    if (batch or context) and WorkloadChoice.DECODE not in (workloads or []):
+        raise UsageError("--batch and --context are for the workload decode: nvtrace bench decode")
     if out is not None:
         _check_out(out)
     names = _references(against)

@@ -131,6 +131,8 @@ class ModelConfig:
         num_hidden_layers = fields.count("num_hidden_layers")
         num_attention_heads = fields.count("num_attention_heads")
         max_position_embeddings = fields.count("max_position_embeddings")
+        if max_position_embeddings < 2:  # noqa: PLR2004 - one token of prompt, one of completion
+            raise fields.error("max_position_embeddings", "must be at least 2: one in, one out")
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)
         rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)

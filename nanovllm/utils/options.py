@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from numbers import Integral, Real
 
+_MOST_BITS_SHOWN = 128
+
 
 def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
     """Return `value` as an int.
@@ -21,7 +23,7 @@ def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
     number = int(value)
     if not at_least <= number < below:
         limit = f" and below 2**{below.bit_length() - 1}" if number >= below else ""
-        raise ValueError(f"{name} must be at least {at_least}{limit}, not {number}")
+        raise ValueError(f"{name} must be at least {at_least}{limit}, not {_shown(number)}")
     return number
 
 
@@ -76,7 +78,7 @@ def real_number(name: str, value: object, *, low: float, high: float, with_low: 
         number = float("inf")
     if not low <= number <= high or (number == low and not with_low):
         interval = f"{'[' if with_low else '('}{low:g}, {high:g}]"
-        raise ValueError(f"{name} must be in {interval}, not {value!s:.40}")
+        raise ValueError(f"{name} must be in {interval}, not {_shown(value)}")
     return number
 
 
@@ -95,3 +97,10 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError(message)
     return value
+
+
+def _shown(value: object) -> str:
+    """A number as text. Python refuses to write one of thousands of digits, and rightly so."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!s:.40}"

@@ -8,6 +8,9 @@
 # make golden    record the golden trace of the tests anew
 # make exercises record the broken traces of docs/exercises anew
 # make reference write docs/events.md and docs/trace.schema.json from the event structs
+# make docs      build the docs as a site, in build/site
+# make notebooks run the notebooks, and write them with their outputs
+# make docs-output  run the docs' commands, and put what they print into the pages
 # make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
 # make clean     remove what all of this made
 PYTHON ?= python3
@@ -18,7 +21,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check fuzz bench gpu gpu-pair golden exercises reference tiny-model clean help
+.PHONY: example test lint check fuzz bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -34,6 +37,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	@touch $@ $(VENV)/.run
 
 example: $(VENV)/.run
@@ -75,6 +82,17 @@ exercises: $(VENV)/.dev
 # docs/events.md and docs/trace.schema.json, made from the event structs.
 reference: $(VENV)/.dev
 	$(BIN)/python -m nvtrace.reference docs
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+
+# What stands below the commands in docs/en and docs/zh. Look at the difference.
+docs-output: $(VENV)/.dev
+	cd tests && ../$(BIN)/python -m support.docs --write
+
+# notebooks/*.ipynb, from the .py beside them; NOTEBOOKS="03 05" for some of them.
+notebooks: $(VENV)/.dev
+	cd tests && ../$(BIN)/python -m support.notebooks $(NOTEBOOKS)
 
 # Train the tiny Qwen3 that ships, anew (minutes on a GPU, under an hour on two CPU cores).
 tiny-model: $(VENV)/.run

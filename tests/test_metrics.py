@@ -437,14 +437,14 @@ def test_everybody_is_measured_once_even_after_an_error(
 
 @pytest.mark.parametrize("cls", [RequestMetrics, RunMetrics])
 def test_every_metric_is_defined_on_the_docs_page(cls: type[RequestMetrics | RunMetrics]) -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    page = (ROOT / "docs" / "en" / "metrics.md").read_text("utf-8")
     names = metric_names(cls)
     assert len(names) > 15
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_the_docs_page_defines_nothing_that_is_not_there() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    page = (ROOT / "docs" / "en" / "metrics.md").read_text("utf-8")
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
     known = {*metric_names(RequestMetrics), *metric_names(RunMetrics)}
     assert len(rows) > 30

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvtrace import events as ev
-from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Unknown
-from nvtrace.reader import UnreadableTraceError, read_trace
-from support.examples import changed, example_trace
+from nvtrace import reader
+from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Unknown, decode
+from nvtrace.reader import UnreadableTraceError, read_blocks, read_trace
+from support.examples import changed, example_trace, line_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.envelope import Record
+
+    Written = Header | Footer | ev.Event
 
 LINES = example_trace()
 WHOLE = b"".join(LINES)
@@ -42,24 +47,136 @@ def test_a_whole_trace_is_a_header_and_events_and_a_footer_without_a_warning() -
     assert isinstance(records[-1], Footer)
 
 
-def test_a_trace_is_read_line_by_line() -> None:
-    class Counting(io.BytesIO):
-        num_reads = 0
-
-        def readline(self, size: int | None = -1, /) -> bytes:
-            self.num_reads += 1
-            return super().readline(-1 if size is None else size)
-
-    file = Counting(WHOLE)
-    records = read_trace(file)
-    for number in range(1, 5):
-        next(records)
-        assert file.num_reads == number
+def test_a_record_is_given_as_soon_as_its_line_is_there() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)  # to wait for more would be to find the end
+    with os.fdopen(reading, "rb") as file, os.fdopen(writing, "wb", buffering=0) as pipe:
+        records = read_trace(file)
+        for line in LINES:
+            pipe.write(line)
+            assert line_of(cast("Written", next(records))) == line
+        assert list(records) == []
 
 
 def test_blank_lines_and_windows_line_endings_do_no_harm() -> None:
     records, warnings = read(b"\r\n".join([*(line.rstrip() for line in LINES), b"", b""]))
     assert (records, warnings) == read(WHOLE)
+
+
+# -- many lines at once ----------------------------------------------------------------------------
+
+MANY = [changed(line, event_id=number) for number, line in enumerate(LINES[1:-1] * 2, 1)]
+LONG = [HEADER, *MANY, changed(FOOTER, event_id=len(MANY) + 1)]
+ODD_LINES = [
+    b"\n",
+    b" \t\r\n",
+    b"no json\n",
+    b"[1,2]\n",
+    b"{}\n",
+    HEADER,
+    FOOTER,
+    EVENT.rstrip() + b"\r\n",
+    EVENT.replace(b",", b", "),
+    EVENT.replace(b",", b"\n,", 1),
+    EVENT.rstrip() + EVENT,
+    EVENT.rstrip() + b"," + EVENT,
+    EVENT.rstrip(),
+    changed(EVENT, event="NEWER"),
+    changed(EVENT, event="NEWER", event_id="seven"),
+    changed(EVENT, event_id=10**30),
+    changed(EVENT, event_id=-3),
+    changed(EVENT, event_id=1.5),
+    changed(EVENT, ts_ns=None),
+    changed(EVENT, newer_field={"deep": [[[1]]]}),
+    b'{"event":"ENGINE_ERROR\xff"}\n',
+    b"[" * 2000 + b"\n",
+    b"\xef\xbb\xbf" + EVENT,
+    EVENT.decode().encode("utf-16"),
+]
+
+
+@st.composite
+def harmed_traces(draw: st.DrawFn) -> bytes:
+    """A trace with a few lines taken out, repeated, swapped, put in or cut."""
+    lines = list(LONG)
+    for _ in range(draw(st.integers(0, 4))):
+        place = draw(st.integers(0, len(lines) - 1))
+        match draw(st.sampled_from(["drop", "repeat", "swap", "insert", "cut", "flip"])):
+            case "drop" if len(lines) > 1:
+                del lines[place]
+            case "repeat":
+                lines.insert(place, lines[place])
+            case "swap":
+                other = draw(st.integers(0, len(lines) - 1))
+                lines[place], lines[other] = lines[other], lines[place]
+            case "insert":
+                lines.insert(place, draw(st.sampled_from(ODD_LINES)))
+            case "cut":
+                lines[place] = lines[place][: draw(st.integers(0, len(lines[place])))]
+            case "flip":
+                where = draw(st.integers(0, max(len(lines[place]) - 1, 0)))
+                byte = bytes([draw(st.integers(0, 255))])
+                lines[place] = lines[place][:where] + byte + lines[place][where + 1 :]
+    data = b"".join(lines)
+    return data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+
+
+def told(data: bytes) -> tuple[list[Record], list[str], str]:
+    """All that reading says: records, warnings, the error."""
+    records: list[Record] = []
+    warnings: list[str] = []
+    try:
+        records.extend(read_trace(io.BytesIO(data), warn=warnings.append))
+    except (UnreadableTraceError, NewerTraceError) as error:
+        return records, warnings, f"{type(error).__name__}: {error}"
+    return records, warnings, ""
+
+
+@given(data=harmed_traces(), block_bytes=st.sampled_from([1, 300, 2000, 10**6]))
+def test_many_lines_at_once_say_what_they_say_one_by_one(data: bytes, block_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_BLOCK_BYTES", block_bytes)
+        at_once = told(data)
+        patch.setattr(reader, "_all_at_once", lambda _lines: None)
+        assert at_once == told(data)
+        patch.setattr(reader, "_BLOCK_BYTES", 64)
+        assert at_once == told(data)
+
+
+def test_a_plain_block_is_decoded_at_once() -> None:
+    looked_at: list[bytes] = []
+
+    def slowly(line: bytes) -> Record:
+        looked_at.append(line)
+        return decode(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "decode", slowly)
+        patch.setattr(reader, "_BLOCK_BYTES", len(HEADER))
+        assert len(read(b"".join(LONG))[0]) == len(LONG)
+    assert looked_at == [HEADER]
+
+
+def test_blocks_hold_the_records_of_a_trace_in_their_order() -> None:
+    blocks = list(read_blocks(io.BytesIO(b"".join(LONG))))
+    assert [record for block in blocks for record in block] == read(b"".join(LONG))[0]
+    assert all(blocks)
+
+
+def test_a_line_without_an_end_is_an_error_before_it_fills_the_memory() -> None:
+    class Endless(io.RawIOBase):
+        num_bytes = 0
+
+        def read(self, size: int = -1, /) -> bytes:
+            self.num_bytes += size
+            return HEADER if self.num_bytes == size else b" " * size
+
+    endless = Endless()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "MAX_LINE_BYTES", 10**6)
+        with pytest.raises(UnreadableTraceError, match="line 2 is longer than any record"):
+            list(read_trace(cast("BinaryIO", endless)))
+    assert endless.num_bytes < 2 * 10**6
 
 
 # -- cut off ---------------------------------------------------------------------------------------
@@ -202,6 +319,27 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
 def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WHOLE)))
     assert len(list(read_trace("-", warn=pytest.fail))) == len(LINES)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_another_encoding_is_named(encoding: str) -> None:
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+    with pytest.raises(UnreadableTraceError, match=r"no header: it is UTF-.*; save it as UTF-8"):
+        read(mark + WHOLE.decode().encode(encoding))
+
+
+def test_blank_lines_before_the_header_do_no_harm() -> None:
+    assert read(b"\n \r\n" + WHOLE) == read(WHOLE)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_trace_that_is_cut_in_its_first_block_is_not_called_empty(
+    tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / f"trace.jsonl{ending}"
+    path.write_bytes((GZ if ending == ".gz" else zstandard.compress(WHOLE))[:40])
+    with pytest.raises(UnreadableTraceError, match="cannot be decompressed"):
+        list(read_trace(path))
 
 
 # -- other versions --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 import nanovllm
 from nanovllm.observer import Observer
+from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import load_catalog
 from nvtrace.events import EVENT_TYPES, Event
 from nvtrace.reference import RECORD_TYPES, describe, documents, main, trace_schema, type_name
@@ -35,10 +36,19 @@ def test_the_document_has_every_event_with_every_field() -> None:
         assert {line.split("`")[1] for line in section.splitlines() if line[:3] == "| `"} == own
 
 
-def test_the_tool_writes_both_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_has_every_frame_with_every_column() -> None:
+    text = documents()["columns.md"]
+    names = {f"trace.{name}": frame for name, frame in FRAMES.items()} | ANALYSES
+    for name, frame in names.items():
+        section = text.split(f"### {name}\n")[1].split("\n##")[0]
+        rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+        assert rows == frame.names
+
+
+def test_the_tool_writes_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"events.md", "trace.schema.json"}
-    assert capsys.readouterr().out.count("\n") == 2
+    assert {path.name for path in tmp_path.iterdir()} == set(documents())
+    assert capsys.readouterr().out.count("\n") == len(documents()) == 3
 
 
 def test_the_tool_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.records import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,19 +44,20 @@ def check(
     Data goes to stdout, messages to stderr. Exit codes: 0 nothing disagrees, 1 something does, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace_cli.views import check as view  # noqa: PLC0415 - nor rich
+    from nvtrace_cli.views import check as view  # noqa: PLC0415 - --help needs no rich
+    from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
 
     if json and plain:
         raise UsageError("--json and --plain are two answers to one question: give one")
-    records = read_trace(file, warn=lambda message: say(f"warning: {message}"))
     catalog = words(lang)
-    if json:
-        num_findings = view.print_json(records, catalog)
-    elif plain:
-        num_findings = view.print_plain(records)
-    else:
-        num_findings = view.show(records, catalog, is_all=show_all)
+    with reading_bar(file, prints_meanwhile=json or plain) as bar:
+        records = records_of(file, lambda message: say(f"warning: {message}"), bar)
+        if json:
+            num_findings = view.print_json(records, catalog)
+        elif plain:
+            num_findings = view.print_plain(records)
+        else:
+            num_findings = view.show(records, catalog, bar, is_all=show_all)
     if num_findings:
         raise typer.Exit(_FOUND)
 

@@ -49,6 +49,12 @@ def replay(
         str | None,
         typer.Option(metavar="1x|10x|max", help="Play the steps in time (on a terminal)."),
     ] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option(
+            "--interactive", "-i", help="Browse it with keys, step by step (? lists them)."
+        ),
+    ] = False,
     lang: LangOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per step (or per event of the log).")
@@ -57,12 +63,26 @@ def replay(
         bool, typer.Option("--plain", help="The step table with tabs, without colours.")
     ] = False,
 ) -> None:
-    """Show a recorded run: timeline, steps, totals, or its log.
+    """Show a recorded run: timeline, steps, totals, or its log; or browse it with keys.
 
     Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2 wrong usage, 3 not a readable
     trace, 4 a trace newer than this nvtrace.
     """
     from nvtrace_cli.selection import Selection  # noqa: PLC0415 - --help needs no msgspec
+
+    if interactive:
+        options: dict[str, object] = {
+            "--json": json,
+            "--plain": plain,
+            "--view": view,
+            "--seq": seq,
+        }
+        options |= {"--event": event, "--unfold": unfold, "--speed": speed}
+        _refuse(options)
+        from nvtrace_cli.browse import browse  # noqa: PLC0415 - needs a POSIX terminal
+
+        browse(file, words(lang), Selection.parse(steps, [], None).first_step)
+        return
     from nvtrace_cli.views.replay import Replay, parse_speed  # noqa: PLC0415 - nor rich
 
     if view is None:
@@ -95,3 +115,10 @@ def replay(
             has_timeline=view in {View.ALL, View.TIMELINE},
             has_steps=view in {View.ALL, View.STEPS},
         )
+
+
+def _refuse(options: dict[str, object]) -> None:
+    """Complain about what has no meaning where all of a trace can be browsed."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UsageError(f"--interactive shows all there is, on a terminal: leave out {given[0]}")

@@ -52,10 +52,15 @@ class Selection:
         """Is nothing left out?"""
         return self == Selection()
 
+    @property
+    def has_bounds(self) -> bool:
+        """Is it about a range of steps?"""
+        return self.first_step is not None or self.last_step is not None
+
     def has_step(self, index: int | None) -> bool:
         """Is this engine step wanted? What happens outside a step is wanted if all steps are."""
         if index is None:
-            return self.first_step is None and self.last_step is None
+            return not self.has_bounds
         return (self.first_step or 0) <= index and (
             self.last_step is None or index <= self.last_step
         )
@@ -90,9 +95,9 @@ class Selection:
         Raises:
             UsageError: saying which ones it has.
         """
-        steps = [step.index for step in run.steps]
-        if steps and not any(map(self.has_step, steps)):
-            raise UsageError(f"--steps picks none: {name} has steps {steps[0]} to {steps[-1]}")
+        if run.last_step is not None and not any(self.has_step(step.index) for step in run.steps):
+            extent = f"steps {run.first_step} to {run.last_step}"
+            raise UsageError(f"--steps picks none: {name} has {extent}")
         missing = sorted((self.seq_ids or frozenset()) - run.requests.keys())
         if missing:
             known = (
@@ -126,6 +131,11 @@ def requests_of(event: ev.Event) -> set[int]:
     for name in ("seq_ids", "finished"):
         seq_ids.update(getattr(event, name, ()))
     return seq_ids
+
+
+def requests_there(step: StepSummary) -> set[int]:
+    """The requests that were there in a step: part of it, or in one of the queues."""
+    return _requests_in(step).union(step.waiting, step.running)
 
 
 def _requests_in(step: StepSummary) -> set[int]:

@@ -6,19 +6,17 @@ Knows the options and how the trace is read through. Does not know what a metric
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.records import records_of, saying_untimed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nvtrace.envelope import Record
     from nvtrace.metrics import RequestMetrics, RunMetrics
 
 
@@ -42,7 +40,7 @@ def stats(
     """Measure a recorded run: latencies, throughput, batches, KV pages.
 
     TTFT, ITL, TPOT, queue, prefill, decode and end-to-end times are vLLM's and OpenTelemetry's;
-    docs/metrics.md defines each. Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2
+    docs/en/metrics.md defines each. Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     if json and plain:
@@ -50,7 +48,7 @@ def stats(
     from nvtrace_cli.views import stats as view  # noqa: PLC0415 - --help needs no rich
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
 
-    with reading_bar(file) as watch:
+    with reading_bar(file, prints_meanwhile=json or plain) as watch:
         measured = _measure(file, watch)
         if json:
             view.print_json(measured)
@@ -69,25 +67,11 @@ def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics
 
     measure = Measure()
     try:
-        for record in _records(file, watch):
+        for record in saying_untimed(records_of(file, _warn, watch), file, _warn):
             yield from measure.apply(record)
     except InconsistentTraceError as error:
         raise InconsistentTraceError(f"{file}: {error}") from error
     yield measure.run()
-
-
-def _records(file: str, watch: Callable[[int], None]) -> Iterator[Record]:
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
-
-    path = Path(file)
-    is_plain = path.is_file() and path.suffix not in {".gz", ".zst"} and os.access(path, os.R_OK)
-    if not is_plain:
-        yield from read_trace(file, warn=_warn)
-        return
-    with path.open("rb") as opened:
-        for record in read_trace(opened, warn=_warn):
-            watch(opened.tell())
-            yield record
 
 
 def _warn(message: str) -> None:

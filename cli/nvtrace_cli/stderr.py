@@ -12,6 +12,8 @@ import sys
 
 from typing_extensions import override
 
+_MOST_CHARACTERS = 1000
+
 
 class Stderr(io.TextIOBase):
     """Today's `sys.stderr`; silent if there is none, and from its first failure on."""
@@ -51,11 +53,15 @@ class Stderr(io.TextIOBase):
 
 
 def tell(line: str) -> None:
-    """One line on stderr; what could move a terminal's cursor or break the line is escaped."""
+    """One line on stderr; what could move a terminal's cursor or break the line is escaped.
+
+    Of a line that quotes something without measure, the beginning is told.
+    """
     from nvtrace_cli.views.text import escape  # noqa: PLC0415 - --help says nothing
 
     stream = Stderr()
-    stream.write(escape(line) + "\n")
+    told = line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+    stream.write(escape(told) + "\n")
     stream.flush()
 
 

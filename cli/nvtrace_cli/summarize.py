@@ -1,30 +1,40 @@
 """Trace -> summary, in one pass.
 
-Knows which events tell what of a step or a request. Does not know what becomes of the summary, and
-keeps no event longer than it must, so that a long trace is summarized in little memory.
+Knows which events tell what of a step or a request. Does not know what becomes of the summary. It
+keeps no event longer than it must, and what many steps have in common only once, so that a long
+trace is summarized in little memory.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header
 from nvtrace.replay import InconsistentTraceError, fold_steps
-from nvtrace_cli.summary import PageCounts, RequestSummary, RunSummary, Share, StepSummary
+from nvtrace_cli.summary import PageCounts, PhaseSum, RequestSummary, RunSummary, Share, StepSummary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from nvtrace.envelope import Record
-    from nvtrace.replay import Step
+    from nvtrace.replay import State, Step
+    from nvtrace_cli.summary import Phase
+
+_Value = TypeVar("_Value", bound="Hashable")
+_MOST_TEXT = 1000  # characters of an answer: more than any terminal is wide
+_MOST_KEPT = 10_000  # values that steps may have in common
 
 
-def summarize(records: Iterable[Record]) -> RunSummary:
+def summarize(
+    records: Iterable[Record], *, is_wanted: Callable[[int], bool] | None = None
+) -> RunSummary:
     """Fold a trace into its summary.
 
     Args:
         records: what `nvtrace.reader.read_trace` yields, the header first.
+        is_wanted: which steps to keep, by their number; all if None.
 
     Raises:
         InconsistentTraceError: an event cannot follow from those before it.
@@ -34,21 +44,85 @@ def summarize(records: Iterable[Record]) -> RunSummary:
     if not isinstance(header, Header):
         raise TypeError("the first record of a trace is its header")
     run = RunSummary(header)
-    try:
-        for step in fold_steps(_watch(iterator, run)):
-            if step.index:
-                run.steps.append(_summarize_step(step, run))
-            else:  # what came after the last step
-                _note_requests(step.before, run)
-    except KeyError as error:
-        raise InconsistentTraceError(
-            f"event {run.num_events} or one soon before it is about request {error}, which never "
-            "arrived"
-        ) from error
+    for step in summarize_steps(iterator, run):
+        if is_wanted is None or is_wanted(step.index):
+            run.steps.append(step)
     return run
 
 
-def _watch(records: Iterator[Record], run: RunSummary) -> Iterator[Record]:
+def summarize_steps(
+    records: Iterable[Record], run: RunSummary, state: State | None = None
+) -> Iterator[StepSummary]:
+    """Fold records into the summaries of their steps, one at a time.
+
+    Args:
+        records: of a trace, without its header; or its rest after a step.
+        run: knows the requests that have not ended, and is kept up to date; its `steps` are not.
+        state: what the records begin with; a new one if None.
+
+    Raises:
+        InconsistentTraceError: an event cannot follow from those before it.
+    """
+    common = _Common()
+    for step in fold_steps(_watch(records, run), state):
+        with _understood(run):
+            if step.index:
+                summary = _summarize_step(step, run, common)
+                _count(summary, run)
+                _forget_ended(step)
+            else:  # what came after the last step
+                _note_requests(step.before, run)
+        if step.index:
+            yield summary
+
+
+@contextmanager
+def _understood(run: RunSummary) -> Iterator[None]:
+    """What cannot be made sense of is the trace's fault."""
+    where = f"event {run.num_events} or one soon before it"
+    try:
+        yield
+    except KeyError as error:
+        raise InconsistentTraceError(
+            f"{where} is about request {error}, which never arrived"
+        ) from error
+    except (ValueError, ArithmeticError) as error:
+        raise InconsistentTraceError(f"{where} contradicts itself: {error}") from error
+
+
+class _Common:
+    """What many steps have in common, so that it is kept once."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Hashable] = {}
+
+    def __call__(self, value: _Value) -> _Value:
+        """The same value, as it is kept already if it was there before."""
+        if len(self._values) >= _MOST_KEPT:
+            self._values.clear()
+        return self._values.setdefault(value, value)  # type: ignore[return-value]  # they are equal
+
+
+def _count(step: StepSummary, run: RunSummary) -> None:
+    phase = run.sums.setdefault(step.phase, PhaseSum())
+    phase.num_steps += 1
+    phase.wall_ns += step.wall_ns or 0
+    run.first_step = step.index if run.first_step is None else run.first_step
+    run.last_step = step.index
+
+
+def _forget_ended(step: Step) -> None:
+    """Of their tokens and pages nothing will be told any more, and there may be millions."""
+    for event in (*step.before, *step.events):
+        match event:
+            case ev.StateTransition(status="FINISHED"):
+                step.state.sequences.pop(event.seq_id, None)
+            case ev.EngineReset():
+                for seq_id in event.seq_ids:
+                    step.state.sequences.pop(seq_id, None)
+
+
+def _watch(records: Iterable[Record], run: RunSummary) -> Iterator[Record]:
     """Pass records on, and note those that say something of the run as a whole."""
     for record in records:
         match record:
@@ -89,7 +163,7 @@ def _note_requests(events: list[ev.Event], run: RunSummary) -> None:
                 for seq_id in event.seq_ids:
                     _note_end(event, seq_id, "aborted", run)
             case ev.RequestOutput():
-                run.requests[event.seq_id].text = event.text
+                run.requests[event.seq_id].text = event.text[:_MOST_TEXT]
 
 
 def _note_tokens(event: ev.SampleTokens, run: RunSummary) -> None:
@@ -103,18 +177,17 @@ def _note_tokens(event: ev.SampleTokens, run: RunSummary) -> None:
 
 def _note_end(event: ev.Event, seq_id: int, reason: str, run: RunSummary) -> None:
     """Ended in a step, or after the last one so far."""
-    last_step = run.steps[-1].index if run.steps else None
     request = run.requests[seq_id]
     request.reason = reason
-    request.end_step = last_step if event.step is None else event.step
+    request.end_step = run.last_step if event.step is None else event.step
 
 
-def _summarize_step(step: Step, run: RunSummary) -> StepSummary:
+def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary:
     _note_requests(step.before, run)
     _note_requests(step.events, run)
     transitions = [event for event in step.events if isinstance(event, ev.StateTransition)]
     admitted = tuple(event.seq_id for event in transitions if event.reason == "admitted")
-    shares = _shares(step, frozenset(admitted))
+    shares = common(_shares(step, frozenset(admitted), common))
     for share in shares:
         if share.seq_id in admitted and not share.is_recompute:
             run.requests[share.seq_id].num_cached_tokens = share.num_cached
@@ -128,8 +201,8 @@ def _summarize_step(step: Step, run: RunSummary) -> StepSummary:
         waiting_len=len(state.waiting) if schedule is None else schedule.waiting_len,
         running_len=len(state.running) if schedule is None else schedule.running_len,
         free_blocks=len(state.free_blocks) if schedule is None else schedule.free_blocks,
-        waiting=tuple(state.waiting),
-        running=tuple(state.running),
+        waiting=common(tuple(state.waiting)),
+        running=common(tuple(state.running)),
         arrived=tuple(
             event.seq_id for event in step.before if isinstance(event, ev.RequestEnqueue)
         ),
@@ -139,8 +212,8 @@ def _summarize_step(step: Step, run: RunSummary) -> StepSummary:
         finished=_finished(step.events),
         stop=next((event for event in step.events if isinstance(event, ev.AdmissionStop)), None),
         error=next((event for event in step.events if isinstance(event, ev.EngineError)), None),
-        pages=_page_counts(step.events),
-        tags=frozenset(ev.tag_of(event) for event in (*step.before, *step.events)),
+        pages=common(_page_counts(step.events)),
+        tags=common(frozenset(ev.tag_of(event) for event in (*step.before, *step.events))),
         start_ns=step.events[0].ts_ns,
         end_ns=step.events[-1].ts_ns,
         wall_ns=None if end is None else end.wall_ns,
@@ -157,18 +230,16 @@ def _finished(events: list[ev.Event]) -> tuple[tuple[int, str], ...]:
     return tuple(finished)
 
 
-def _phase(
-    schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed,
-) -> Literal["prefill", "decode", "mixed"]:
+def _phase(schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed) -> Phase:
     if isinstance(schedule, ev.ScheduleMixed):
         return "mixed"
     return "prefill" if isinstance(schedule, ev.SchedulePrefill) else "decode"
 
 
-def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
+def _shares(step: Step, admitted: frozenset[int], common: _Common) -> tuple[Share, ...]:
     schedule = step.schedule
     if isinstance(schedule, ev.ScheduleDecode):
-        return tuple(_decode_share(seq_id) for seq_id in schedule.seq_ids)
+        return tuple(common(_decode_share(seq_id)) for seq_id in schedule.seq_ids)
     if schedule is None:
         return ()
     sequences = step.state.sequences
@@ -182,7 +253,7 @@ def _shares(step: Step, admitted: frozenset[int]) -> tuple[Share, ...]:
             num_cached if seq_id in admitted else 0,
         )
         if num_computed < sequences[seq_id].num_prefill_tokens
-        else _decode_share(seq_id)
+        else common(_decode_share(seq_id))
         for seq_id, num_computed, num_tokens, num_cached in zip(
             schedule.seq_ids,
             schedule.num_computed_tokens,

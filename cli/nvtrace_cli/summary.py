@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+Phase = Literal["prefill", "decode", "mixed"]
+
 if TYPE_CHECKING:
     from nvtrace import events as ev
     from nvtrace.envelope import Footer, Header
@@ -81,7 +83,7 @@ class StepSummary:
     """
 
     index: int
-    phase: Literal["prefill", "decode", "mixed"] | None  # None: the trace ends before the decision
+    phase: Phase | None  # None: the trace ends before the decision
     reason: str | None
     shares: tuple[Share, ...]
     num_batched_tokens: int
@@ -129,12 +131,26 @@ class RequestSummary:
     first_token_ns: int | None = None
     end_step: int | None = None  # the last step before which or in which it was there
     reason: str | None = None  # None: it has not ended
-    text: str | None = None
+    text: str | None = None  # its beginning: as much as a line may show
+
+
+@dataclass(slots=True)
+class PhaseSum:
+    """All steps of one phase together."""
+
+    num_steps: int = 0
+    wall_ns: int = 0
 
 
 @dataclass(slots=True)
 class RunSummary:
-    """A whole trace."""
+    """A whole trace.
+
+    Attributes:
+        sums: of each phase, over all steps; None stands for steps that decided nothing.
+        first_step, last_step: of all that the trace has; None if it has none.
+        steps: those that were asked for.
+    """
 
     header: Header
     init: ev.EngineInit | None = None
@@ -146,4 +162,7 @@ class RunSummary:
     requests: dict[int, RequestSummary] = field(default_factory=dict)
     refused: list[ev.RequestRefused] = field(default_factory=list)
     errors: list[ev.EngineError] = field(default_factory=list)
+    sums: dict[Phase | None, PhaseSum] = field(default_factory=dict)
+    first_step: int | None = None
+    last_step: int | None = None
     steps: list[StepSummary] = field(default_factory=list)

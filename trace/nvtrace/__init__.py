@@ -1,7 +1,7 @@
 """nvtrace: record what an engine says, read it back, replay it.
 
-`record` needs the engine; everything else works on a trace alone. Names are loaded at their first
-use, so that reading a trace imports no engine.
+`record` needs the engine, and `load` pandas; everything else works on a trace alone. Names are
+loaded at their first use, so that reading a trace imports no engine.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nvtrace.analysis.trace import Trace, load
     from nvtrace.envelope import NewerTraceError
     from nvtrace.reader import UnreadableTraceError, read_trace
     from nvtrace.recorder import Recorder, record
     from nvtrace.replay import State, fold_steps
 
 _HOMES = {
+    "load": "nvtrace.analysis.trace",
+    "Trace": "nvtrace.analysis.trace",
     "record": "nvtrace.recorder",
     "Recorder": "nvtrace.recorder",
     "read_trace": "nvtrace.reader",
@@ -29,8 +32,10 @@ __all__ = [
     "NewerTraceError",
     "Recorder",
     "State",
+    "Trace",
     "UnreadableTraceError",
     "fold_steps",
+    "load",
     "read_ranks",
     "read_trace",
     "record",

@@ -273,7 +273,8 @@ class _Trace:
         match record:
             case Header():
                 self.settings |= _of_header(record)
-                self.num_untimed = record.clock.get("num_untimed_steps", 0)
+                num_untimed = record.clock.get("num_untimed_steps")
+                self.num_untimed = num_untimed if isinstance(num_untimed, int) else 0
             case ev.EngineInit():
                 self.settings |= _facts(record)
             case ev.EngineReady():

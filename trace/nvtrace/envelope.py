@@ -14,11 +14,14 @@ major version is refused.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SCHEMA = "nvtrace"
 VERSION = (1, 0)
@@ -77,6 +80,7 @@ Record = Header | Footer | AnyEvent | Unknown
 _TAGS = {*EVENT_TYPES, "TRACE_HEADER", "TRACE_FOOTER"}
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header | Footer | AnyEvent)
+_event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Footer | AnyEvent)
 _mapping_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -111,6 +115,15 @@ def decode(line: bytes | str) -> Record:
             raise
         return unknown
     return record
+
+
+def decode_events(lines: Iterable[bytes]) -> list[Footer | AnyEvent]:
+    """Many lines -> as many events, quickly. Anything else is an error here, a footer is not.
+
+    Raises:
+        msgspec.MsgspecError: a line is a header, an event of a newer version, blank, or no record.
+    """
+    return [*map(_event_decoder.decode, lines)]
 
 
 def _decode_unknown(line: bytes | str) -> Unknown | None:

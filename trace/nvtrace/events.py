@@ -20,8 +20,8 @@ Phase = Literal[
 Status = Literal["WAITING", "RUNNING", "FINISHED"]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """The envelope every event shares."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
+    """The envelope every event shares. (No event refers to another: none needs the collector.)"""
 
     event_id: int
     ts_ns: int

@@ -130,7 +130,8 @@ class Measure:
         """Take in one record. Returns the requests that ended with it.
 
         Raises:
-            InconsistentTraceError: it is about a request that never arrived.
+            InconsistentTraceError: it is about a request that never arrived, or its lists are not
+                equally long.
         """
         handler = self._handlers.get(type(record))
         if handler is None:
@@ -138,10 +139,11 @@ class Measure:
         try:
             return handler(self, record) or []
         except KeyError as error:
-            what = f"event {record.event_id} " if isinstance(record, ev.Event) else ""
             raise InconsistentTraceError(
-                f"{what}is about request {error}, which never arrived or has ended before"
+                f"{_name(record)} is about request {error}, which never arrived or has ended before"
             ) from error
+        except (ValueError, ArithmeticError) as error:
+            raise InconsistentTraceError(f"{_name(record)} contradicts itself: {error}") from error
 
     def run(self) -> RunMetrics:
         """The metrics of all that was taken in so far."""
@@ -306,3 +308,7 @@ class Measure:
         ev.StepEnd: _step_end,
         ev.EngineReset: _engine_reset,
     }
+
+
+def _name(record: Record) -> str:
+    return f"event {record.event_id}" if isinstance(record, ev.Event) else "a record"

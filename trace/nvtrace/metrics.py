@@ -1,8 +1,8 @@
 """Metrics: what a request waited for, and what a run made of its machine. All definitions.
 
 Knows each metric's name, formula and source; names and formulas are vLLM's (`vllm:...`) and
-OpenTelemetry's (`gen_ai.server...`) where these have one. docs/metrics.md is the same for readers.
-Does not know how they are collected from events (`measure.py`), nor words or tables.
+OpenTelemetry's (`gen_ai.server...`) where these have one. docs/en/metrics.md is the same for
+readers. Does not know how they are collected from events (`measure.py`), nor words or tables.
 
     arrival    scheduled          first token                       last token = finished
        |  queue    |      prefill      |             decode             |

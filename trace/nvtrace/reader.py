@@ -1,10 +1,14 @@
-"""Reader: path -> records, one line at a time, in bounded memory.
+"""Reader: path -> records, some hundred lines at a time, in bounded memory.
 
 Knows files, compression, and what may be wrong with a line. Does not know what events mean
 (`replay.py`). Reading needs no engine and no torch.
 
 A killed run leaves a trace without a footer, perhaps with its last line cut: both are warnings,
 and everything before is read. Anything else that is no record is an error with its line number.
+
+A block of lines is decoded in one go. If anything in it is not plain - the header, a blank line, an
+event that is not known, a line that is no record - its lines are looked at one by one: that is the
+slow way, and the only one that judges.
 
 With tensor parallelism each rank has a file of its own, trace.rank1.jsonl beside trace.jsonl.
 `read_ranks` reads them together.
@@ -15,23 +19,39 @@ from __future__ import annotations
 import gzip
 import heapq
 import io
-import itertools
 import sys
 import zlib
 from collections import Counter
-from operator import itemgetter
+from itertools import chain, pairwise
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 import zstandard
 
-from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Record, Unknown, decode
+from nvtrace.envelope import (
+    VERSION,
+    Footer,
+    Header,
+    NewerTraceError,
+    Record,
+    Unknown,
+    decode,
+    decode_events,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
+_BLOCK_BYTES = 32 * 1024  # some hundred records: what a core has close by
+_EVENT_ID = attrgetter("event_id")
+_BYTE_ORDER_MARKS = {
+    b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 _COMPRESSED_CHUNK_BYTES = 16 * 1024
 _TRUNCATED = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
 
@@ -57,10 +77,33 @@ def read_trace(
         UnreadableTraceError: no such file, not a trace, or a line that is no record.
         NewerTraceError: the trace's format is of a newer major version.
     """
+    for block in read_blocks(source, warn=warn):
+        yield from block
+        del block  # so that its records go before the next ones come
+
+
+def read_blocks(
+    source: str | Path | BinaryIO, *, warn: Callable[[str], None] | None = None
+) -> Iterator[list[Record]]:
+    """Read a trace, some hundred records at a time: as `read_trace`, for those in a hurry.
+
+    Each block is given out as soon as its lines are there, however few: a pipe, or a file that is
+    still growing, is never waited for without need.
+
+    Args:
+        source: see `read_trace`.
+        warn: see `read_trace`.
+
+    Yields:
+        What `read_trace` yields, in lists.
+
+    Raises:
+        UnreadableTraceError, NewerTraceError: see `read_trace`.
+    """
     name = source if isinstance(source, str | Path) else getattr(source, "name", "the trace")
     file = open_trace(source) if isinstance(source, str | Path) else source
     with file:
-        yield from _records(raw_lines(file, name), name, warn or _ignore)
+        yield from _decoded(line_blocks(file, name), name, warn or _ignore)
 
 
 def read_ranks(
@@ -85,11 +128,11 @@ def read_ranks(
     """
     records = read_trace(source, warn=warn)
     header = cast("Header", next(records))
-    streams = [_keyed(header.rank, itertools.chain([header], records))]
+    streams = [_keyed(header.rank, chain([header], records))]
     if header.rank == 0 and str(source) != "-":
         for rank in range(1, header.world_size):
-            others = _of_same_run(rank_path(Path(source), rank), header, warn or _ignore)
-            streams.append(_keyed(rank, others))
+            blocks = blocks_of_rank(Path(source), rank, header, warn or _ignore)
+            streams.append(_keyed(rank, chain.from_iterable(blocks)))
     for key, record in heapq.merge(*streams, key=itemgetter(0)):
         yield key[2], record
 
@@ -102,18 +145,28 @@ def rank_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name.removesuffix(ending)}.rank{rank}{ending}")
 
 
-def _of_same_run(path: Path, first: Header, warn: Callable[[str], None]) -> Iterator[Record]:
-    """The records of another rank's trace; none if it is not there, or not of the same run."""
+def blocks_of_rank(
+    first_path: Path, rank: int, first: Header, warn: Callable[[str], None]
+) -> Iterator[list[Record]]:
+    """Another rank's trace, in blocks; none if it is not there, or not of the same run.
+
+    Args:
+        first_path: rank 0's trace.
+        rank: whose trace to read.
+        first: rank 0's header.
+        warn: see `read_trace`.
+    """
+    path = rank_path(first_path, rank)
     if not path.is_file():
         warn(f"{path} is missing: the run had {first.world_size} ranks, and one is left out")
         return
-    records = read_trace(path, warn=warn)
-    header = cast("Header", next(records))
-    if header.run_id != first.run_id:
+    blocks = read_blocks(path, warn=warn)
+    block = next(blocks)
+    if cast("Header", block[0]).run_id != first.run_id:
         warn(f"{path} is of another run: it is left out")
         return
-    yield header
-    yield from records
+    yield block
+    yield from blocks
 
 
 def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bool, int], Record]]:
@@ -133,58 +186,127 @@ def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bo
                 yield (step, is_after, rank), record
 
 
-def _records(
-    lines: Iterator[tuple[int, bytes, bool]], name: str | Path, warn: Callable[[str], None]
-) -> Iterator[Record]:
+def _decoded(
+    blocks: Iterator[tuple[int, list[bytes]]], name: str | Path, warn: Callable[[str], None]
+) -> Iterator[list[Record]]:
     tally = _Tally()
-    record: Record | None = None
-    for number, line, is_whole in lines:
+    for number, lines in blocks:
+        records, problem = _all_at_once(lines) if tally.has_header else None, None
+        if records is None:
+            records, problem = _one_by_one(lines, number, name, has_header=tally.has_header)
+        tally.count(records)
+        if records:
+            yield records
+            del records  # so that they go before the next ones come
+        if isinstance(problem, str):
+            warn(problem)
+            return
+        if problem is not None:
+            raise problem
+    if not tally.has_header:
+        raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
+    for complaint in tally.complaints(name):
+        warn(complaint)
+
+
+def _all_at_once(lines: list[bytes]) -> list[Record] | None:
+    """Decode lines that are all plain events; None if one of them is not."""
+    try:
+        return cast("list[Record]", decode_events(lines))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _one_by_one(
+    lines: list[bytes], first: int, name: str | Path, *, has_header: bool
+) -> tuple[list[Record], ValueError | str | None]:
+    """Decode lines up to the first that is no record.
+
+    Args:
+        lines: each with its end; blank ones are passed over.
+        first: the number of the first one.
+        name: of the trace.
+        has_header: has the trace's header come before them?
+
+    Returns:
+        The records, and what is wrong with the next line: an error, or a warning if it is cut.
+    """
+    records: list[Record] = []
+    for number, line in enumerate(lines, first):
+        if line.isspace():
+            continue
         try:
             record = decode(line)
+            if not has_header:
+                _check_header(record, name)
+            elif isinstance(record, Header):
+                return records, UnreadableTraceError(f"{name}: line {number} is a second header")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            if not is_whole and number > 1:
-                warn(f"{name}: the last line ({number}) is cut; everything before it was read")
-                return
-            raise UnreadableTraceError(_broken(name, number, line, error)) from error
-        if number == 1:
-            _check_header(record, name)
-        elif isinstance(record, Header):
-            raise UnreadableTraceError(f"{name}: line {number} is a second header")
-        tally.count(record)
-        yield record
-    if record is None:
-        raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
-    for what in tally.complaints():
-        warn(f"{name}: {what}")
-    if not isinstance(record, Footer):
-        warn(f"{name} has no footer: the run was cut off; everything it wrote was read")
+            if has_header and not line.endswith(b"\n"):
+                return records, (
+                    f"{name}: the last line ({number}) is cut; everything before it was read"
+                )
+            problem = UnreadableTraceError(
+                _broken(name, number, line, error) if has_header else _no_header(name, line)
+            )
+            problem.__cause__ = error
+            return records, problem
+        except (UnreadableTraceError, NewerTraceError) as error:
+            return records, error
+        has_header = True
+        records.append(record)
+    return records, None
 
 
 class _Tally:
     """Counts what is not known, and what is not there: events are numbered without gaps."""
 
     def __init__(self) -> None:
-        self.unknown: Counter[str] = Counter()
-        self.last_id = 0
-        self.num_missing = 0
+        self._last: Record | None = None
+        self._last_id = 0
+        self._num_missing = 0
+        self._unknown: Counter[str] = Counter()
 
-    def count(self, record: Record) -> None:
-        event_id: object = None
-        if isinstance(record, Unknown):
-            self.unknown[record.event] += 1
-            event_id = record.fields.get("event_id")
-        elif not isinstance(record, Header):
-            event_id = record.event_id
-        if isinstance(event_id, int):
-            self.num_missing += max(event_id - self.last_id - 1, 0)
-            self.last_id = event_id
+    @property
+    def has_header(self) -> bool:
+        """Has the header come? It is the first of all."""
+        return self._last is not None
 
-    def complaints(self) -> Iterator[str]:
-        if self.unknown:
-            kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self.unknown.items()))
-            yield f"events of a newer nvtrace were passed over: {kinds}"
-        if self.num_missing:
-            yield f"{self.num_missing} events are missing, by the numbers of those that are there"
+    def count(self, records: list[Record]) -> None:
+        """Count some more of them."""
+        if not records:
+            return
+        self._last = records[-1]
+        try:
+            event_ids = [*map(_EVENT_ID, records)]
+        except AttributeError:  # a header, or events that are not known
+            event_ids = [*self._numbers(records)]
+        if event_ids != [*range(self._last_id + 1, self._last_id + 1 + len(event_ids))]:
+            for before, event_id in pairwise([self._last_id, *event_ids]):
+                self._num_missing += max(event_id - before - 1, 0)
+        if event_ids:
+            self._last_id = event_ids[-1]
+
+    def _numbers(self, records: list[Record]) -> Iterator[int]:
+        for record in records:
+            event_id: object = None
+            if isinstance(record, Unknown):
+                self._unknown[record.event] += 1
+                event_id = record.fields.get("event_id")
+            elif not isinstance(record, Header):
+                event_id = record.event_id
+            if isinstance(event_id, int):
+                yield event_id
+
+    def complaints(self, name: str | Path) -> Iterator[str]:
+        if self._unknown:
+            kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self._unknown.items()))
+            yield f"{name}: events of a newer nvtrace were passed over: {kinds}"
+        if self._num_missing:
+            missing = f"{self._num_missing} events are missing"
+            yield f"{name}: {missing}, by the numbers of those that are there"
+        if not isinstance(self._last, Footer):
+            yield f"{name} has no footer: the run was cut off; everything it wrote was read"
 
 
 def _check_header(record: Record, name: str | Path) -> None:
@@ -197,36 +319,74 @@ def _check_header(record: Record, name: str | Path) -> None:
         )
 
 
+def _no_header(name: str | Path, line: bytes) -> str:
+    told = f"{name} is not an nvtrace trace: its first line is no header"
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if line.startswith(mark):
+            return f"{told}: it is {encoding}; save it as UTF-8 without a mark"
+    return told
+
+
 def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str:
-    if number == 1:
-        return f"{name} is not an nvtrace trace: its first line is no header"
     shown = line[:60].decode("utf-8", "replace")
     return f"{name}: line {number} is no record ({error}): {shown!r}"
 
 
 def raw_lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number, line, does it end in a newline) of each line that is not blank."""
-    number = 0
-    while True:
-        try:
-            line = file.readline(MAX_LINE_BYTES)
-        except _TRUNCATED as error:
-            if number == 0:
-                raise UnreadableTraceError(f"{name} cannot be decompressed ({error})") from error
-            if isinstance(error, EOFError):
-                return  # a compressed file without its end: a cut tail, said by the missing footer
-            raise UnreadableTraceError(
-                f"{name} is damaged after line {number} ({error})"
-            ) from error
-        except OSError as error:
-            raise UnreadableTraceError(f"{name} cannot be read ({error.strerror})") from error
-        if not line:
-            return
-        number += 1
-        if len(line) == MAX_LINE_BYTES:
-            raise UnreadableTraceError(f"{name}: line {number} is longer than any record")
-        if line.strip():
-            yield number, line, line.endswith(b"\n")
+    """(number, line, does it end in a newline) of each line that is not blank.
+
+    Raises:
+        UnreadableTraceError: see `line_blocks`.
+    """
+    for first, lines in line_blocks(file, name):
+        for number, line in enumerate(lines, first):
+            if not line.isspace():
+                yield number, line, line.endswith(b"\n")
+
+
+def line_blocks(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, list[bytes]]]:
+    """(number of the first one, whole lines), as they come; the last may lack its newline.
+
+    Args:
+        file: with a `read1`, of which a block is made; else with a `read`.
+        name: for errors.
+
+    Raises:
+        UnreadableTraceError: it cannot be read or decompressed, or has a line without an end.
+    """
+    read = getattr(file, "read1", file.read)
+    number = 1
+    rest: list[bytes] = []  # of a line whose end has not come
+    num_rest_bytes = 0
+    while chunk := _some_bytes(read, name, number - 1):
+        lines = io.BytesIO(chunk).readlines()
+        is_whole = lines[-1].endswith(b"\n")
+        if is_whole or len(lines) > 1:
+            lines[0] = b"".join((*rest, lines[0]))
+            rest, num_rest_bytes = [] if is_whole else [lines.pop()], 0
+            yield number, lines
+            number += len(lines)
+        else:
+            rest.append(chunk)
+            num_rest_bytes += len(chunk)
+            if num_rest_bytes >= MAX_LINE_BYTES:
+                raise UnreadableTraceError(f"{name}: line {number} is longer than any record")
+    if rest:
+        yield number, [b"".join(rest)]
+
+
+def _some_bytes(read: Callable[[int], bytes], name: str | Path, num_lines: int) -> bytes:
+    """What comes next; nothing at the end, be it cut off or not."""
+    try:
+        return read(_BLOCK_BYTES)
+    except _TRUNCATED as error:
+        if not num_lines:
+            raise UnreadableTraceError(f"{name} cannot be decompressed ({error})") from error
+        if isinstance(error, EOFError):
+            return b""  # a compressed file without its end: a cut tail
+        raise UnreadableTraceError(f"{name} is damaged after line {num_lines} ({error})") from error
+    except OSError as error:
+        raise UnreadableTraceError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def open_trace(source: str | Path) -> BinaryIO:
@@ -264,6 +424,7 @@ class _ZstdFile(io.RawIOBase):
         self._file = file
         self._decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
         self._decoded = memoryview(b"")
+        self._is_blank = True  # nothing has come out so far
 
     def readable(self) -> bool:
         """Say that it can be read."""
@@ -274,8 +435,11 @@ class _ZstdFile(io.RawIOBase):
         while not self._decoded:
             compressed = self._file.read(_COMPRESSED_CHUNK_BYTES)
             if not compressed:
+                if self._is_blank and self._file.tell():
+                    raise EOFError("it holds nothing, or was cut off in its first block")
                 return 0
             self._decoded = memoryview(self._decompressor.decompress(compressed))
+            self._is_blank = self._is_blank and not self._decoded
         num_bytes = min(len(buffer), len(self._decoded))
         buffer[:num_bytes] = self._decoded[:num_bytes]
         self._decoded = self._decoded[num_bytes:]

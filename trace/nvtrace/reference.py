@@ -1,9 +1,10 @@
 """The reference: every event, field and code, from the structs and the word catalogs.
 
-    python -m nvtrace.reference docs      writes docs/events.md and docs/trace.schema.json
+    python -m nvtrace.reference docs      writes events.md, columns.md and trace.schema.json there
 
 Knows how a struct's fields become a description. Does not hold a single description itself: the
-shapes are in `events.py` and `envelope.py`, the words in `catalog/`.
+shapes are in `events.py` and `envelope.py`, the words in `catalog/`, both for DataFrames in
+`analysis/columns.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import VERSION, Footer, Header
 from nvtrace.events import EVENT_TYPES, AnyEvent, Event
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
+    from nvtrace.analysis.columns import Frame
     from nvtrace.catalog import Catalog
 
 RECORD_TYPES: dict[str, type[msgspec.Struct]] = {
@@ -172,6 +175,50 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+# -- docs/columns.md -------------------------------------------------------------------------------
+
+_COLUMNS_INTRODUCTION = """\
+# Columns
+
+What is in each DataFrame, made from `nvtrace.analysis.columns` by `make reference`: do not edit it
+by hand.
+
+```python
+import nvtrace
+from nvtrace.analysis import latency_breakdown
+
+trace = nvtrace.load("trace.jsonl")   # .gz and .zst too, and the other ranks' files beside it
+trace.steps                           # a frame; made at its first use, and kept
+trace.table("STEP_END")               # one kind of event, with the fields of the events page
+trace.at(149)                         # the engine's whole state after a step
+latency_breakdown(trace.requests)     # an analysis: frames in, a frame out
+```
+
+`seq_id`, `step`, `rank` and `block_id` mean the same everywhere: frames are joined on them. Times
+are nanoseconds of the trace's clock; each rank has its own. What never happened is NA, not 0: a
+column that can hold NA has a dtype with a capital letter, or is `boolean`, `category` or `str`.
+"""
+
+
+def columns_markdown() -> str:
+    """The whole of docs/columns.md."""
+    frames = [_frame_section(frame, f"trace.{frame.name}") for frame in FRAMES.values()]
+    analyses = [_frame_section(frame, frame.name) for frame in ANALYSES.values()]
+    return "\n".join(
+        [_COLUMNS_INTRODUCTION, "## Frames", "", *frames, "## Analyses", "", *analyses]
+    )
+
+
+def _frame_section(frame: Frame, name: str) -> str:
+    lines = [f"### {name}", "", f"A row is {frame.row}. Made of: {frame.source}.", ""]
+    lines += ["| column | dtype | unit | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{column.name}` | {column.dtype} | {column.unit} | {_cell(column.meaning)} |"
+        for column in frame.columns
+    ]
+    return "\n".join([*lines, ""])
+
+
 # -- docs/trace.schema.json ------------------------------------------------------------------------
 
 
@@ -188,7 +235,11 @@ def trace_schema() -> dict[str, Any]:
 def documents() -> dict[str, str]:
     """The generated files: name -> content."""
     schema = msgspec.json.format(msgspec.json.encode(trace_schema()), indent=2).decode()
-    return {"events.md": events_markdown(load_catalog("en")), "trace.schema.json": schema + "\n"}
+    return {
+        "events.md": events_markdown(load_catalog("en")),
+        "columns.md": columns_markdown(),
+        "trace.schema.json": schema + "\n",
+    }
 
 
 def main(arguments: list[str]) -> int:

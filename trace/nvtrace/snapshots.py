@@ -20,11 +20,14 @@ import contextlib
 import os
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from nvtrace import events as ev
 from nvtrace.at import Place, matches, moments
@@ -121,6 +124,7 @@ class Film:
         warn: takes a sentence about what is wrong but survivable, when the whole trace is read.
         watch: told now and then how many bytes of the trace were read, when it is read whole.
         spacing_bytes: how far snapshots are apart; SPACING_BYTES if None.
+        index_folder: where the index lies; beside the trace if None.
 
     Attributes:
         index_path: where its index lies, if it has one.
@@ -134,9 +138,10 @@ class Film:
         warn: Callable[[str], None] | None = None,
         watch: Callable[[int], None] | None = None,
         spacing_bytes: int | None = None,
+        index_folder: Path | None = None,
     ) -> None:
         self.path = path
-        self.index_path = path.with_name(f"{path.name}.nvindex")
+        self.index_path = (index_folder or path.parent) / f"{path.name}.nvindex"
         self._warn = warn
         self._watch = watch
         self._spacing_bytes = SPACING_BYTES if spacing_bytes is None else spacing_bytes
@@ -163,7 +168,7 @@ class Film:
             step = self._last_step or self._find_last_step()
         wanted = Place(step, point)
         last_step = 0
-        for moment in self._moments(self._entrance_before(step), inputs_of=step):
+        for moment in self._moments(self.segment_of(step), inputs_of=step):
             last_step = moment.step
             if Place(moment.step, moment.point) == wanted:
                 return moment
@@ -184,6 +189,7 @@ class Film:
         step: int | None = None,
         point: Point | None = None,
         is_backwards: bool = False,
+        watch: Callable[[int], None] | None = None,
     ) -> Place | None:
         """The first place from `step` on where a condition holds; None if there is none.
 
@@ -192,17 +198,20 @@ class Film:
             step: where to begin, itself included; None for the trace's start, or its end.
             point: stop at this moment of a step only.
             is_backwards: look at the steps before, the nearest first.
+            watch: told of each step that is looked at. What it raises ends the search.
 
         Raises:
             UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
         """
         if not is_backwards:
             first = step or 0
-            found = matches(self._moments(self._entrance_before(first)), condition, point)
+            seen = _watched(self._moments(self.segment_of(first)), watch)
+            found = matches(seen, condition, point)
             return next((place for place in found if place.step >= first), None)
-        for number in reversed(range(self._entrance_before(step) + 1)):
+        for number in reversed(range(self.segment_of(step) + 1)):
             hit = None
-            for place in matches(self._moments(number, is_whole=False), condition, point):
+            seen = _watched(self._moments(number, is_whole=False), watch)
+            for place in matches(seen, condition, point):
                 if step is not None and place.step > step:
                     break
                 hit = place
@@ -210,28 +219,41 @@ class Film:
                 return hit
         return None
 
-    # -- folding from an entrance ----------------------------------------------------------------
+    # -- segments: from one entrance to the next -------------------------------------------------
 
-    def _entrance_before(self, step: int | None) -> int:
-        """The number of the last entrance before `step`; None stands for the trace's end."""
+    @property
+    def num_segments(self) -> int:
+        """Pieces that the trace is read in, a few megabytes each."""
+        return len(self._entrances)
+
+    def segment_of(self, step: int | None) -> int:
+        """The number of the segment that a step is in; None stands for the trace's end."""
         if step is None:
             return len(self._entrances) - 1
-        numbers = [n for n, entrance in enumerate(self._entrances) if entrance.step < step]
-        return numbers[-1] if numbers else 0
+        return max(bisect_left(self._entrances, step, key=lambda entrance: entrance.step) - 1, 0)
+
+    def segment(self, number: int) -> tuple[State, Iterator[Record]]:
+        """What a segment begins with, and its records.
+
+        Raises:
+            UnreadableTraceError: the index is damaged. The records raise what `read_trace` does.
+        """
+        if len(self._entrances) == 1:
+            warn, self._warn = self._warn, None  # once is enough
+            return State(), read_trace(self.path, warn=warn)
+        entrance = self._entrances[number]
+        is_last = number + 1 == len(self._entrances)
+        stop = None if is_last else self._entrances[number + 1].offset
+        state = self._read_state(entrance.step) if number else State()
+        return state, _records_between(self.path, entrance.offset, stop)
 
     def _moments(
         self, number: int, *, inputs_of: int | None = None, is_whole: bool = True
     ) -> Iterator[Moment]:
-        """The moments from an entrance on, to the trace's end or to the next entrance."""
-        if len(self._entrances) == 1:
-            warn, self._warn = self._warn, None  # once is enough
-            yield from moments(read_trace(self.path, warn=warn), inputs_of=inputs_of)
-            return
-        entrance = self._entrances[number]
-        is_last = is_whole or number + 1 == len(self._entrances)
-        stop = None if is_last else self._entrances[number + 1]
-        state = self._read_state(entrance.step) if number else None
-        records = _records_between(self.path, entrance.offset, stop.offset if stop else None)
+        """The moments of a segment, or from there to the trace's end."""
+        state, records = self.segment(number)
+        if is_whole and number + 1 < len(self._entrances):
+            records = _records_between(self.path, self._entrances[number].offset, None)
         yield from moments(records, state, inputs_of=inputs_of)
 
     def _find_last_step(self) -> int:
@@ -291,7 +313,7 @@ class Film:
 
     def _film(self, archive: zipfile.ZipFile) -> tuple[list[Entrance], int]:
         entrances, last_step, next_offset = [Entrance(0, 0)], 0, self._spacing_bytes
-        with self.path.open("rb") as file:
+        with _LineByLine(FileIO(self.path)) as file:
             reading = _Reading(file, self._watch)
             for moment in moments(reading.records(self._warn)):
                 last_step = moment.step
@@ -308,6 +330,14 @@ class Film:
 
 def _snapshot_name(step: int) -> str:
     return f"snapshots/{step}"
+
+
+class _LineByLine(BufferedReader):
+    """A file that gives one line at a time, so that its place is that of the record read last."""
+
+    @override
+    def read1(self, size: int = -1, /) -> bytes:
+        return self.readline(size)
 
 
 class _Reading:
@@ -348,4 +378,17 @@ def _records_between(path: Path, start: int, stop: int | None) -> Iterator[Recor
             if not line.endswith(b"\n"):
                 return  # a cut last line: it was said at the first reading
             if line.strip():
-                yield decode(line)
+                try:
+                    yield decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise UnreadableTraceError(
+                        f"{path} has changed since it was read: byte {start - len(line)} begins no "
+                        f"record any more ({error})"
+                    ) from error
+
+
+def _watched(found: Iterator[Moment], watch: Callable[[int], None] | None) -> Iterator[Moment]:
+    for moment in found:
+        if watch is not None:
+            watch(moment.step)
+        yield moment

@@ -51,7 +51,7 @@ def moment_object(moment: Moment) -> dict[str, Any]:
     return {
         "engine_step": moment.step,
         "moment": moment.point,
-        "phase": _phase(moment),
+        "phase": phase_of(moment),
         "reason": None if moment.schedule is None else moment.schedule.reason,
         "scheduled": [] if moment.schedule is None else moment.schedule.seq_ids,
         "waiting": state.waiting,
@@ -109,7 +109,7 @@ def print_plain(moment: Moment) -> None:
     state = moment.state
     _print_row("engine_step", moment.step)
     _print_row("moment", moment.point)
-    _print_row("phase", _phase(moment) or "")
+    _print_row("phase", phase_of(moment) or "")
     _print_row("waiting", *state.waiting)
     _print_row("running", *state.running)
     _print_row("num_blocks", state.num_blocks)
@@ -152,13 +152,21 @@ def _print_line(line: str) -> None:
 def show(moment: Moment, name: str, catalog: Catalog) -> None:
     """The state: queues, requests, the pool as a map, the step's inputs."""
     console = make_console()
-    for part in _parts(moment, name, catalog, console):
+    for part in state_parts(moment, name, catalog, console):
         console.print(part)
 
 
-def _parts(
+def state_parts(
     moment: Moment, name: str, catalog: Catalog, console: Console
 ) -> Iterator[RenderableType]:
+    """The state as it is shown, part by part.
+
+    Args:
+        moment: the state, and the step's inputs.
+        name: of the trace.
+        catalog: the words.
+        console: where it will be shown.
+    """
     state = moment.state
     yield _heading(moment, name, catalog)
     yield _queues(moment, catalog)
@@ -182,11 +190,11 @@ def _parts(
 
 def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
     where = catalog.ui(f"at_heading_{moment.point}", step=count(moment.step), name=escape(name))
-    phase, schedule = _phase(moment), moment.schedule
+    phase, schedule = phase_of(moment), moment.schedule
     if schedule is None or phase is None:
         return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
     reason = catalog.reason(ev.tag_of(schedule), schedule.reason)
-    return Prose((where, "heading"), (f"{phase}: {reason}", phase))
+    return Prose((where, "heading"), (catalog.ui("explain_chosen", phase=phase, reason=reason), phase))
 
 
 def _queues(moment: Moment, catalog: Catalog) -> Table:
@@ -290,7 +298,8 @@ def _requests(moment: Moment) -> list[SequenceState]:
     return queued + [seq for seq in state.sequences.values() if seq.status == "FINISHED"]
 
 
-def _phase(moment: Moment) -> str | None:
+def phase_of(moment: Moment) -> str | None:
+    """The phase of the step's batch; None if nothing was decided."""
     match moment.schedule:
         case ev.SchedulePrefill():
             return "prefill"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nvtrace.check import INVARIANTS, Checker
 from nvtrace_cli.views.console import make_console
+from nvtrace_cli.views.machine import fit_for_stdout
 from nvtrace_cli.views.text import count, escape, shorten
 
 if TYPE_CHECKING:
@@ -26,34 +27,50 @@ if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
     from nvtrace.check import Fact, Finding
     from nvtrace.envelope import Record
+    from nvtrace_cli.views.reading import Bar
 
 _MOST = 10  # shown unless all are asked for
 _VALUE_WIDTH = 60
 _COLUMNS = ("step", "event_id", "event", "invariant", "told", "value", "known", "value")
 
 
-def show(records: Iterable[Record], catalog: Catalog, *, is_all: bool) -> int:
-    """Show findings as they come, each with what it teaches. Returns how many there are."""
+def show(records: Iterable[Record], catalog: Catalog, bar: Bar, *, is_all: bool) -> int:
+    """Show findings as they come, each with what it teaches. Returns how many there are.
+
+    Args:
+        records: of a trace.
+        catalog: the words.
+        bar: goes aside for a finding.
+        is_all: show every one, not the first few.
+    """
     console, checker = make_console(), Checker()
     counts: Counter[str] = Counter()
     num_shown = 0
     for record in records:
         for finding in checker.take(record):
             if is_all or num_shown < _MOST:
-                _show_one(console, finding, catalog, is_first=finding.invariant not in counts)
+                with bar.aside():
+                    _show_one(console, finding, catalog, is_first=finding.invariant not in counts)
                 num_shown += 1
             counts[finding.invariant] += 1
+    with bar.aside():
+        _conclude(console, checker, counts, num_shown, catalog)
+    return checker.num_findings
+
+
+def _conclude(
+    console: Console, checker: Checker, counts: Counter[str], num_shown: int, catalog: Catalog
+) -> None:
     events, findings = count(checker.num_events), checker.num_findings
     if not findings:
         number = count(len(INVARIANTS))
         console.print(Text(catalog.check("clean", events=events, invariants=number)))
-        return 0
+        return
     if findings > num_shown:
         more = count(findings - num_shown)
         console.print(Text(catalog.check("more", count=more), style="quiet"), "", sep="\n")
     console.print(Text(catalog.check("found", findings=count(findings), events=events), "error"))
     console.print(_table(counts, catalog))
-    return findings
 
 
 def print_plain(records: Iterable[Record]) -> int:
@@ -75,7 +92,8 @@ def print_json(records: Iterable[Record], catalog: Catalog) -> int:
     checker = Checker()
     for record in records:
         for finding in checker.take(record):
-            sys.stdout.write(_json(finding_object(finding, catalog)) + "\n")
+            line = fit_for_stdout(_json(finding_object(finding, catalog)))
+            sys.stdout.write(line + "\n")
     return checker.num_findings
 
 
@@ -109,7 +127,7 @@ def line(finding: Finding, catalog: Catalog) -> str:
 
 def _show_one(console: Console, finding: Finding, catalog: Catalog, *, is_first: bool) -> None:
     title, teaches = catalog.invariant(finding.invariant)
-    place = f"{_place(finding, catalog)}, {finding.event}: "
+    place = catalog.check("heading", place=_place(finding, catalog), event=finding.event)
     console.print(Text.assemble((place, "label"), (title, "error")))
     console.print(Padding(Text(_clash(finding, catalog)), (0, 0, 0, 4)))
     if is_first:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nvtrace.envelope import Unknown
+from nvtrace_cli.views.console import is_terminal
+from nvtrace_cli.views.text import escape_json
 
 if TYPE_CHECKING:
     from nvtrace.envelope import Record
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
 def json_line(value: object) -> str:
     """Any value as one line of JSON."""
-    return msgspec.json.encode(value).decode()
+    return fit_for_stdout(msgspec.json.encode(value).decode())
+
+
+def fit_for_stdout(line: str) -> str:
+    """JSON as it is; on a terminal, which would obey them, with its control characters escaped."""
+    return escape_json(line) if is_terminal() else line
 
 
 def record_line(record: Record, rank: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""The pool of KV pages as a map, one small cell a page.
+"""The pool of KV pages as a map, one small cell a page; where there is little room, several.
 
        0  ▓▓▓▓▓▓▓▓ 22██████ ░░░░░░░░ ········
       32  ········ ········ ········ ········
@@ -47,11 +47,49 @@ class _Cell:
     glyph: str
 
 
+def small_pool_map(state: State, console: Console, num_rows: int) -> tuple[int, list[Text]]:
+    """The whole pool in at most so many rows.
+
+    Args:
+        state: whose pages.
+        console: where it will be shown.
+        num_rows: at least 1.
+
+    Returns:
+        How many pages a cell stands for (it shows what most of them are), and the rows.
+    """
+    cells = _cells(state, _glyphs(console))
+    label_width, per_row = _shape(state, console)
+    per_cell = 1
+    while per_row * num_rows * per_cell < len(cells):
+        per_cell *= 2
+    starts = range(0, len(cells), per_cell)
+    merged = [_most_common(cells[start : start + per_cell]) for start in starts]
+    return per_cell, [
+        _line(start * per_cell, merged[start : start + per_row], label_width)
+        for start in range(0, len(merged), per_row)
+    ]
+
+
+def num_map_rows(state: State, console: Console) -> int:
+    """Rows of the pool's map, one cell a page."""
+    return -(-state.num_blocks // _shape(state, console)[1])
+
+
+def _most_common(cells: list[_Cell]) -> _Cell:
+    return Counter(cells).most_common(1)[0][0]
+
+
+def _shape(state: State, console: Console) -> tuple[int, int]:
+    """(columns of a row's label, cells in a row)."""
+    label_width = len(count(state.num_blocks)) + 2
+    return label_width, _cells_per_row(console.width - label_width - 2)
+
+
 def pool_map(state: State, catalog: Catalog, console: Console) -> Iterator[Text]:
     """Rows of cells; many rows that are all alike are told instead of drawn."""
     cells = _cells(state, _glyphs(console))
-    label_width = len(count(state.num_blocks)) + 2
-    per_row = _cells_per_row(console.width - label_width - 2)
+    label_width, per_row = _shape(state, console)
     rows = [(start, cells[start : start + per_row]) for start in range(0, len(cells), per_row)]
     lines = []
     for only_cell, group in groupby(rows, key=lambda row: _only_cell(row[1])):

@@ -15,40 +15,63 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from nvtrace_cli.views.console import is_terminal, make_console
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _SMALL_BYTES = 8 * 2**20  # read before a bar is drawn
 _STRIDE_BYTES = 2**20
 
 
+class Bar:
+    """How far a trace is read. Call it with the number of bytes read so far.
+
+    Args:
+        progress: what is drawn; None draws nothing.
+        num_bytes: the whole.
+    """
+
+    def __init__(self, progress: Progress | None = None, num_bytes: int = 0) -> None:
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task("", total=num_bytes)
+        self._shown = 0
+
+    def __call__(self, num_read: int) -> None:
+        """Draw it anew, if it has moved."""
+        if self._progress is None or self._task is None or num_read - self._shown < _STRIDE_BYTES:
+            return
+        self._shown = num_read
+        self._progress.update(self._task, completed=num_read)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Out of the way while something is printed."""
+        if self._progress is None:
+            yield
+            return
+        self._progress.stop()
+        yield
+        self._progress.start()
+
+
 @contextmanager
-def reading_bar(source: str) -> Iterator[Callable[[int], None]]:
+def reading_bar(source: str, *, prints_meanwhile: bool = False) -> Iterator[Bar]:
     """Show how far a file is read; the bar is gone in the end.
 
     Args:
         source: path of the trace. Of a compressed one, or stdin, nobody knows how far it is.
-
-    Yields:
-        What takes the number of bytes read so far.
+        prints_meanwhile: data goes to stdout all the time; on a terminal it shows how far it is.
     """
     path = Path(source)
     num_bytes = path.stat().st_size if path.is_file() else 0
-    if num_bytes < _SMALL_BYTES or path.suffix in {".gz", ".zst"} or not is_terminal(stderr=True):
-        yield _ignore
+    is_known = num_bytes >= _SMALL_BYTES and path.suffix not in {".gz", ".zst"}
+    is_busy = prints_meanwhile and is_terminal()
+    if not is_known or is_busy or not is_terminal(stderr=True):
+        yield Bar()
         return
     columns = (BarColumn(bar_width=40), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=num_bytes)
-        shown = 0
-
-        def watch(num_read: int) -> None:
-            nonlocal shown
-            if num_read - shown >= _STRIDE_BYTES:
-                shown = num_read
-                progress.update(task, completed=num_read)
-
-        yield watch
-
-
-def _ignore(_num_read: int) -> None:
-    pass
+    with Progress(
+        *columns,
+        console=make_console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # data goes where it was sent
+    ) as progress:
+        yield Bar(progress, num_bytes)

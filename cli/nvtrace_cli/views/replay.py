@@ -6,7 +6,6 @@ what the options are called (`nvtrace_cli/replay.py`).
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,21 +18,23 @@ from nvtrace.reader import read_ranks
 from nvtrace.replay import InconsistentTraceError
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.folding import fold
+from nvtrace_cli.records import records_of_first_rank, saying_untimed
+from nvtrace_cli.selection import requests_there
 from nvtrace_cli.summarize import summarize
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel
 from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.machine import json_line, record_line, step_object
 from nvtrace_cli.views.player import Pacer, play
+from nvtrace_cli.views.reading import reading_bar
 from nvtrace_cli.views.step_table import plain_lines, step_table
 from nvtrace_cli.views.timeline import Timeline
 from nvtrace_cli.views.totals import totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection
 
     from nvtrace.catalog import Catalog
-    from nvtrace.envelope import Record
     from nvtrace_cli.selection import Selection
     from nvtrace_cli.summary import RunSummary, StepSummary
 
@@ -73,7 +74,7 @@ class Replay:
         """
         run, steps = self._read()
         console = make_console()
-        seq_ids = self._seq_ids(run)
+        seq_ids = self._seq_ids(run, steps)
         if has_frame:
             console.print(header_panel(run, self.name, self.catalog, console))
             console.print()
@@ -84,8 +85,7 @@ class Replay:
         if not steps:
             console.print(Text(self.catalog.ui("no_steps"), style="quiet"))
         if steps and has_timeline:
-            in_range = [step for step in run.steps if self.selection.has_step(step.index)]
-            console.print(Timeline(in_range, seq_ids, self.catalog))
+            console.print(Timeline(run.steps, seq_ids, self.catalog))
             console.print()
         if steps and has_steps:
             rows = fold(steps, is_unfolded=self.is_unfolded)
@@ -111,7 +111,7 @@ class Replay:
         is_animated = self.speed is not None and is_terminal() and not as_json
         pacer = Pacer(self.speed) if is_animated and self.speed is not None else None
         is_any_picked = False
-        for rank, record in self._records():
+        for rank, record in read_ranks(self.source, warn=self.warn):
             if isinstance(record, Header | Footer):
                 if as_json and self.selection.is_everything:
                     print_line(record_line(record, rank))
@@ -132,23 +132,23 @@ class Replay:
         if not is_any_picked:
             self.warn("no event of the trace is picked by these options")
 
-    def _records(self) -> Iterator[tuple[int, Record]]:
-        """All ranks' records, each with its rank; those of the first one that is read tell all."""
-        return read_ranks(self.source, warn=self.warn)
-
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
+        """The run, with the steps in range; and those of them that are picked."""
         try:
-            records = self._records()
-            rank, header = next(records)
-            own = (record for other, record in records if other == rank)
-            run = summarize(itertools.chain([header], own))
+            with reading_bar(self.source) as bar:
+                records = records_of_first_rank(self.source, self.warn, bar)
+                records = saying_untimed(records, self.source, self.warn)
+                run = summarize(records, is_wanted=self.selection.has_step)
         except InconsistentTraceError as error:
             raise InconsistentTraceError(f"{self.name}: {error}") from error
         self.selection.check(run, self.name)
         return run, [step for step in run.steps if self.selection.picks_step(step)]
 
-    def _seq_ids(self, run: RunSummary) -> list[int]:
-        wanted = self.selection.seq_ids
+    def _seq_ids(self, run: RunSummary, steps: list[StepSummary]) -> list[int]:
+        """The requests to show: all, those asked for, or those that were there in these steps."""
+        wanted: Collection[int] | None = self.selection.seq_ids
+        if wanted is None and self.selection.has_bounds:
+            wanted = set().union(*map(requests_there, steps))
         return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
 
 

@@ -8,6 +8,7 @@ trace can move a reader's cursor, change colours or break a line.
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 from rich.cells import cell_len
@@ -20,6 +21,16 @@ _HIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats, surrog
 def escape(text: str) -> str:
     r"""`text` on one line, control characters as \n, \x1b, \u202e."""
     return "".join(_escape_character(character) for character in text)
+
+
+def escape_json(line: str) -> str:
+    r"""JSON on one line, as it is, but control characters (in its strings) as \\u202e."""
+    return line if line.isascii() else "".join(map(_escape_in_json, line))
+
+
+def _escape_in_json(character: str) -> str:
+    is_shown = _escape_character(character) == character
+    return character if is_shown else json.dumps(character)[1:-1]
 
 
 def _escape_character(character: str) -> str:

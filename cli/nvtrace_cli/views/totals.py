@@ -5,13 +5,14 @@ Knows sums and rates over a whole run. Does not know single steps' stories (`ste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nvtrace_cli.summary import Phase, PhaseSum
 from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import count, duration, escape, shorten
 
@@ -52,20 +53,18 @@ def totals(
 
 
 def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
-    prefill = [step for step in run.steps if step.phase == "prefill"]
-    decode = [step for step in run.steps if step.phase == "decode"]
-    mixed = [step for step in run.steps if step.phase == "mixed"]
+    prefill, decode, mixed = (run.sums.get(phase, PhaseSum()) for phase in get_args(Phase))
     requests = run.requests.values()
     num_prompt = sum(request.prompt_len for request in requests)
     num_completion = sum(request.num_completion_tokens for request in requests)
     yield (
         "steps",
         catalog.ui(
-            "totals_steps_sum_mixed" if mixed else "totals_steps_sum",
-            total=count(len(run.steps)),
-            prefill=count(len(prefill)),
-            decode=count(len(decode)),
-            mixed=count(len(mixed)),
+            "totals_steps_sum_mixed" if mixed.num_steps else "totals_steps_sum",
+            total=count(sum(phase.num_steps for phase in run.sums.values())),
+            prefill=count(prefill.num_steps),
+            decode=count(decode.num_steps),
+            mixed=count(mixed.num_steps),
         ),
     )
     yield (
@@ -77,18 +76,16 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
             num_cached=count(sum(request.num_cached_tokens for request in requests)),
         ),
     )
-    wall, prefill_ns, decode_ns, mixed_ns = (
-        sum(step.wall_ns or 0 for step in steps) for steps in (run.steps, prefill, decode, mixed)
-    )
+    wall = sum(phase.wall_ns for phase in run.sums.values())
     if wall:
         yield (
             "time",
             catalog.ui(
-                "totals_time_sum_mixed" if mixed else "totals_time_sum",
+                "totals_time_sum_mixed" if mixed.num_steps else "totals_time_sum",
                 total=duration(wall),
-                prefill=duration(prefill_ns),
-                decode=duration(decode_ns),
-                mixed=duration(mixed_ns),
+                prefill=duration(prefill.wall_ns),
+                decode=duration(decode.wall_ns),
+                mixed=duration(mixed.wall_ns),
             ),
         )
         yield "speed", catalog.ui("totals_speed_sum", rate=_rate(num_completion, wall))

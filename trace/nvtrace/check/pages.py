@@ -6,6 +6,7 @@ Knows the free list, tables, reference counts and hashes. Does not know why a re
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvtrace.check.ledger import Ledger
+    from nvtrace.replay import State
 
     Reuse = ev.BlocksShare | ev.BlocksRevive
     Take = ev.BlocksAllocate | ev.BlocksAppend
@@ -173,12 +175,19 @@ def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
         yield from differ("freed", freed, "held_by_nobody_else", known)
 
 
+def _held(state: State) -> Counter[int]:
+    """For each page that is in a table, in how many."""
+    return Counter(
+        chain.from_iterable(state.sequences[seq_id].block_table for seq_id in state.running)
+    )
+
+
 def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
     """Every page is in a table or in the free list; its count is the number of its tables."""
     if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
         return
     state = ledger.state
-    held = Counter(page for seq_id in state.running for page in state.sequences[seq_id].block_table)
+    held = _held(state)
     num_free = len(state.free_blocks)
     if len(held) + num_free != state.num_blocks:
         pages = Fact("free_and_held", [num_free, len(held)])
@@ -192,7 +201,7 @@ def _counted(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
     if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
         return
     state = ledger.state
-    held = Counter(page for seq_id in state.running for page in state.sequences[seq_id].block_table)
+    held = _held(state)
     for page, count in held.items():
         if state.ref_counts[page] != count:
             yield Clash(Fact("ref_count", [page, state.ref_counts[page]]), Fact("tables", count))

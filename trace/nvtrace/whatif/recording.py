@@ -206,6 +206,11 @@ class _Reader:
             self._take(record)
         except KeyError as error:
             raise InconsistentTraceError(f"request {error} never arrived") from error
+        except (WhatIfError, InconsistentTraceError):
+            raise
+        except (ValueError, ArithmeticError) as error:
+            what = f"event {record.event_id}" if isinstance(record, ev.Event) else "a record"
+            raise InconsistentTraceError(f"{what} contradicts itself: {error}") from error
 
     def _take(self, record: Record) -> None:
         match record:

@@ -1,0 +1,220 @@
+"""nvtrace replay --interactive: a trace on a terminal, step by step, forwards and back.
+
+Knows what happens between a key and the next frame, and how a trace is made ready to be entered
+anywhere. Does not know what a key means (`browse_model.py`), how a step is found (`reel.py`), how a
+frame looks (`views/browser.py`) or what a terminal sends (`terminal.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from nvtrace.at import Place
+from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
+from nvtrace.snapshots import Film, NoSuchStepError
+from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
+from nvtrace_cli.failures import UsageError
+from nvtrace_cli.options import say
+from nvtrace_cli.reel import Reel
+from nvtrace_cli.terminal import lent_terminal, refuse_unless_terminal, tidy_ends
+from nvtrace_cli.views.browser import Scene, Screen
+from nvtrace_cli.views.reading import reading_bar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvtrace.catalog import Catalog
+    from nvtrace_cli.browse_model import Wish
+
+_FRAMES_PER_SECOND = 16  # at most, while steps go by
+_SECONDS_BETWEEN_LOOKS = 0.1  # at the keyboard, while a search goes on
+
+
+class Keyboard(Protocol):
+    """Where keys come from."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(columns, rows) of the screen."""
+
+    def read(self, timeout: float | None) -> list[str]:
+        """The keys that were pressed until the time was over."""
+
+
+class _StoppedError(Exception):
+    """Somebody does not want to wait for a search."""
+
+
+def browse(file: str, catalog: Catalog, first_step: int | None) -> None:
+    """Browse a trace until somebody has seen enough.
+
+    Args:
+        file: path of the trace.
+        catalog: the words.
+        first_step: where to begin; the trace's first step if None.
+
+    Raises:
+        UsageError: there is no terminal, or the trace has no steps.
+        UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
+    """
+    if file == "-":
+        raise UsageError("--interactive reads keys from stdin: name a file instead of -")
+    refuse_unless_terminal()
+    with tidy_ends(), _film(Path(file)) as film:
+        try:
+            reel = Reel(film)
+        except NoSuchStepError as error:
+            raise UsageError(f"{error}: there is nothing to browse") from error
+        with lent_terminal() as terminal:
+            screen = Screen(Path(file).name, catalog)
+            Browser(reel, terminal, screen, reel.nearest(first_step or reel.first)).go()
+
+
+class Browser:
+    """Keys in, frames out.
+
+    Args:
+        reel: the trace.
+        keyboard: where keys come from.
+        screen: where frames go.
+        step: where to begin.
+    """
+
+    def __init__(self, reel: Reel, keyboard: Keyboard, screen: Screen, step: int) -> None:
+        self.view = View(step)
+        self._reel = reel
+        self._keyboard = keyboard
+        self._screen = screen
+        self._next_look = 0.0
+
+    def go(self) -> None:
+        """Until `q`, or until the terminal is gone."""
+        with suppress(EOFError):
+            while self._take_keys():
+                pass
+
+    def _take_keys(self) -> bool:
+        """A frame, and the keys that it is answered with. Returns whether to go on."""
+        began = time.monotonic()
+        self._draw()
+        keys = self._keyboard.read(self._patience(time.monotonic() - began))
+        for key in keys:
+            self.view, wish = press(self.view, key)
+            if isinstance(wish, Quit):
+                return False
+            self._fulfil(wish)
+        if self.view.is_playing and not keys:
+            self._fulfil(tick(self.view, _FRAMES_PER_SECOND))
+        return True
+
+    def _patience(self, spent: float) -> float | None:
+        """Seconds to wait for a key: for ever, or until the next step is due."""
+        if not self.view.is_playing:
+            return None
+        return max(1 / min(self.view.rate, _FRAMES_PER_SECOND) - spent, 0.0)
+
+    def _draw(self) -> None:
+        view, reel = self.view, self._reel
+        columns, rows = self._keyboard.size
+        look = reel.look(view.step, view.point)
+        near = reel.around(view.step, rows, rows)
+        scene = Scene(view, look, near, reel.first, reel.last)
+        furthest = self._screen.draw(scene, columns, rows)
+        self.view = replace(view, scroll=min(view.scroll, furthest))
+
+    # -- wishes ----------------------------------------------------------------------------------
+
+    def _fulfil(self, wish: Wish | None) -> None:
+        view = self.view
+        match wish:
+            case Move(by=by):
+                step = self._reel.beside(view.step, by)
+                self._arrive(replace(view, is_playing=view.is_playing and step != view.step), step)
+            case Jump(step=None):
+                self._arrive(view, self._reel.last)
+            case Jump(step=int(step)):
+                self._arrive(view, self._reel.nearest(step))
+            case Seek():
+                self._seek(wish)
+
+    def _arrive(self, view: View, step: int) -> None:
+        scroll = view.scroll if step == view.step else 0
+        self.view = replace(view, step=step, scroll=scroll)
+
+    def _seek(self, seek: Seek) -> None:
+        view = self.view
+        self._next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+        try:
+            place = self._place(seek)
+        except _StoppedError:
+            self.view = replace(view, message=Message("stopped"))
+            return
+        if place is None:
+            key = "no_marker" if seek.condition is None else "not_found"
+            where = "before" if seek.is_backwards else "after"
+            text = "" if seek.condition is None else seek.condition.text
+            self.view = replace(view, message=Message(f"{key}_{where}", text))
+            return
+        self._arrive(replace(view, point=place.point), place.step)
+
+    def _place(self, seek: Seek) -> Place | None:
+        """Where what was looked for is, on the other side of where we are."""
+        view, back = self.view, seek.is_backwards
+        if seek.condition is None:
+            step = self._reel.marker(view.step, self._watch, is_backwards=back)
+            return None if step is None else Place(step, view.point)
+        begin = view.step - 1 if back else view.step + 1
+        return self._reel.find(seek.condition, begin, self._watch, is_backwards=back)
+
+    def _watch(self, step: int) -> None:
+        """A search goes on: say where it is, and see whether somebody has had enough."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_LOOKS
+        if {"escape", "q", " "} & set(self._keyboard.read(0)):
+            raise _StoppedError
+        self._screen.say(Message("searching", f"{step:,}"), *self._keyboard.size)
+
+
+@contextmanager
+def _film(path: Path) -> Iterator[Film]:
+    """The trace, ready to be entered anywhere.
+
+    A compressed one is unpacked for the while. The index of one that lies where nothing can be
+    written lies with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="nvtrace-") as name:
+        folder = Path(name)
+        is_packed = path.suffix in {".gz", ".zst"}
+        if is_packed:
+            path = _unpacked(path, folder)
+        is_writable = os.access(path.parent, os.W_OK)
+        with reading_bar(str(path)) as bar:
+            film = Film(path, warn=_warn, watch=bar, index_folder=None if is_writable else folder)
+        if film.has_made_index and is_writable and not is_packed:
+            say(f"{film.index_path} was made, so that the next looks at {path} are quick")
+        yield film
+
+
+def _unpacked(path: Path, folder: Path) -> Path:
+    copy = folder / path.stem
+    try:
+        with open_trace(path) as packed, copy.open("wb") as file:
+            file.writelines(line for _, line, _ in raw_lines(packed, path))
+    except OSError as error:
+        raise UnreadableTraceError(
+            f"{path} cannot be unpacked into {folder} ({error.strerror}): unpack it yourself, or "
+            "name a roomier folder in TMPDIR"
+        ) from error
+    return copy
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

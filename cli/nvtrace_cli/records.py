@@ -1,0 +1,81 @@
+"""A trace's records, with an eye on how far its file is read.
+
+Knows which files have a place that can be told. Does not know what becomes of a record. Imports
+nothing heavy before it reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nvtrace.envelope import Header, Record
+
+
+def records_of(
+    file: str, warn: Callable[[str], None], watch: Callable[[int], None]
+) -> Iterator[Record]:
+    """What `nvtrace.reader.read_trace` yields.
+
+    Args:
+        file: path of the trace, "-" for stdin.
+        warn: see there.
+        watch: takes the number of bytes read so far; of a compressed file, or stdin, it hears
+            nothing.
+    """
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+
+    path = Path(file)
+    is_plain = path.is_file() and path.suffix not in {".gz", ".zst"} and os.access(path, os.R_OK)
+    if not is_plain:
+        yield from read_trace(file, warn=warn)
+        return
+    with path.open("rb") as opened:
+        for record in read_trace(opened, warn=warn):
+            watch(opened.tell())
+            yield record
+
+
+def saying_untimed(
+    records: Iterator[Record], file: str, warn: Callable[[str], None]
+) -> Iterator[Record]:
+    """Pass records on; if the header tells of steps without a time, warn of it first.
+
+    `nvtrace whatif --out` leaves such a trace, where nobody knows how long a step would take.
+    """
+    from nvtrace.envelope import Header  # noqa: PLC0415 - --help needs no msgspec
+
+    for record in records:
+        if isinstance(record, Header):
+            num_untimed = record.clock.get("num_untimed_steps")
+            if isinstance(num_untimed, int) and num_untimed > 0:
+                warn(
+                    f"{file} is simulated, and {num_untimed:,} of its steps are unlike all that "
+                    "were recorded: they take no time in it, so read no times from it"
+                )
+        yield record
+
+
+def records_of_first_rank(
+    file: str, warn: Callable[[str], None], watch: Callable[[int], None]
+) -> Iterator[Record]:
+    """The records of the rank that tells all, while those of the others are looked at as well.
+
+    Args:
+        file: path of the trace, "-" for stdin.
+        warn: see `nvtrace.reader.read_ranks`.
+        watch: see `records_of`; if there are several files, it hears nothing.
+    """
+    from nvtrace.reader import read_ranks  # noqa: PLC0415 - --help needs no msgspec
+
+    records = records_of(file, warn, watch)
+    header = cast("Header", next(records))
+    if header.world_size == 1 or header.rank or file == "-":
+        yield from itertools.chain([header], records)
+        return
+    yield from (record for rank, record in read_ranks(file, warn=warn) if rank == header.rank)

@@ -1,0 +1,250 @@
+"""Reel: a film's steps near to one another, kept at hand, so that going back is as quick as on.
+
+A film is entered every few megabytes. Of the pieces looked at last the reel keeps the records, a
+summary of each step, and the state now and then, packed. So a step's state is a fold over a few
+steps, and memory does not grow with the trace.
+
+    film    |--------|--------|--------|--------|      a segment: a few megabytes
+    reel             |.....................|           the last three, a state every few steps
+
+Knows segments. Does not know keys or screens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from nvtrace.at import moments
+from nvtrace.events import Event
+from nvtrace.query import parse
+from nvtrace.reader import read_trace
+from nvtrace.snapshots import NoSuchStepError, load_state, save_state
+from nvtrace_cli.summarize import summarize_steps
+from nvtrace_cli.summary import RequestSummary, RunSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nvtrace.at import Moment, Place, Point
+    from nvtrace.envelope import Header
+    from nvtrace.events import AnyEvent
+    from nvtrace.query import Condition
+    from nvtrace.replay import State
+    from nvtrace.snapshots import Film
+    from nvtrace_cli.summary import StepSummary
+
+MARKERS = (
+    *("STATE_TRANSITION", "REQUEST_ABORT", "REQUEST_REFUSED"),
+    *("ENGINE_ERROR", "ENGINE_RESET"),
+)
+"""What makes a step worth a stop: somebody is admitted, preempted or ends, or there is an error."""
+
+_MARKERS = frozenset(MARKERS)
+_MARKED = parse(" or ".join(f"event == {tag}" for tag in MARKERS))
+_MOST_SEGMENTS = 3
+_STEPS_APART = 32  # from one kept state to the next, at least
+_BYTES_A_STEP = 4096  # of kept states, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One moment, with what is told of its step.
+
+    Attributes:
+        moment: the state, and what was decided.
+        events: of the step, and since the one before.
+        num_done: how many of them had happened by then.
+        summary: the step as a row of the step table.
+    """
+
+    moment: Moment
+    events: list[AnyEvent]
+    num_done: int
+    summary: StepSummary
+
+
+class _Requests(dict[int, RequestSummary]):
+    """The requests of a segment. One that ended before it may still be spoken of."""
+
+    def __missing__(self, seq_id: int) -> RequestSummary:
+        return RequestSummary(seq_id, prompt_len=0, max_tokens=0, enqueued_ns=0)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A piece of a film.
+
+    Attributes:
+        events: all of it.
+        steps, indexes: its steps and their numbers.
+        begins: where each step's events begin, those before it included.
+        states: kept states, each by the place (in `steps`) of the step that it is before.
+    """
+
+    events: list[AnyEvent]
+    steps: list[StepSummary] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    states: dict[int, bytes] = field(default_factory=dict)
+
+    def fold(self, header: Header, state: State) -> None:
+        """Go through it once, and keep what is needed to enter it anywhere.
+
+        Args:
+            header: of the trace.
+            state: what it begins with.
+        """
+        self.states[0] = save_state(state)
+        run, next_kept = RunSummary(header, requests=_Requests()), _STEPS_APART
+        for step in summarize_steps(self.events, run, state):
+            self.steps.append(step)
+            self.indexes.append(step.index)
+            place = len(self.steps)
+            # A step that broke off may leave something behind that is part of no kept state.
+            if place >= next_kept and step.wall_ns is not None:
+                data = self.states[place] = save_state(state)
+                next_kept = place + max(_STEPS_APART, len(data) // _BYTES_A_STEP)
+        self._note_begins()
+
+    def _note_begins(self) -> None:
+        last_step, end = None, 0
+        for place, event in enumerate(self.events):
+            if event.step is None:
+                continue
+            if event.step != last_step:
+                self.begins.append(end)
+                last_step = event.step
+            end = place + 1
+
+    def look(self, index: int, point: Point) -> Look:
+        """A moment of a step; the other one, if the step has not got this one."""
+        place = bisect_left(self.indexes, index)
+        entrance = max(kept for kept in self.states if kept <= place)
+        stops = [*self.begins[1:], len(self.events)]
+        events = self.events[self.begins[place] : stops[place]]
+        rest = self.events[self.begins[entrance] : stops[place]]
+        found, num_done = None, 0
+        for moment in moments(rest, load_state(self.states[entrance]), inputs_of=index):
+            if moment.step == index:
+                found = moment
+                num_done += len(moment.news)
+                if moment.point == point:
+                    break
+        assert found is not None  # noqa: S101 - a step that has a summary has a moment
+        return Look(found, events, num_done, self.steps[place])
+
+
+class Reel:
+    """A film, to be looked at step by step.
+
+    Args:
+        film: what to look at.
+
+    Attributes:
+        first, last: its steps.
+
+    Raises:
+        NoSuchStepError: it has no steps.
+        UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
+    """
+
+    def __init__(self, film: Film) -> None:
+        self._film = film
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()
+        records = read_trace(film.path)
+        self._header = cast("Header", next(records))
+        numbers = range(film.num_segments)
+        first, last = self._first_with_steps(numbers), self._first_with_steps(numbers[::-1])
+        if first is None or last is None:
+            raise NoSuchStepError(f"{film.path.name} has no steps")
+        self.first, self.last = first.indexes[0], last.indexes[-1]
+
+    def nearest(self, step: int) -> int:
+        """The step itself; the next one if there is none of that number, or the last of all."""
+        step = min(max(step, self.first), self.last)
+        _, segment = self._segment_with(step)
+        return segment.indexes[bisect_left(segment.indexes, step)]
+
+    def beside(self, step: int, by: int) -> int:
+        """The step `by` steps after this one, before it if negative; or the end that is reached."""
+        found = self.around(step, max(-by, 0), max(by, 0))
+        return found[-1 if by > 0 else 0].index
+
+    def around(self, step: int, before: int, after: int) -> list[StepSummary]:
+        """The step, with so many before and after it, or as many as there are."""
+        number, segment = self._segment_with(step)
+        place = bisect_left(segment.indexes, step)
+        found = segment.steps[max(place - before, 0) : place + after + 1]
+        num_before = min(place, before)
+        for other in range(number)[::-1]:
+            if num_before == before:
+                break
+            earlier = self._segment(other).steps[num_before - before :]
+            found, num_before = earlier + found, num_before + len(earlier)
+        for other in range(number + 1, self._film.num_segments):
+            missing = num_before + 1 + after - len(found)
+            if not missing:
+                break
+            found = found + self._segment(other).steps[:missing]
+        return found
+
+    def look(self, step: int, point: Point) -> Look:
+        """A moment of a step that there is; its other moment, if it has not got this one."""
+        return self._segment_with(step)[1].look(step, point)
+
+    def marker(self, step: int, watch: Callable[[int], None], *, is_backwards: bool) -> int | None:
+        """The next step with one of MARKERS, or the one before; None if there is none.
+
+        Args:
+            step: where to begin, itself left out.
+            watch: see `Film.find`.
+            is_backwards: look before it.
+        """
+        _, segment = self._segment_with(step)
+        place = bisect_left(segment.indexes, step)
+        near = segment.steps[:place][::-1] if is_backwards else segment.steps[place + 1 :]
+        found = next((other.index for other in near if other.tags & _MARKERS), None)
+        if found is not None:
+            return found
+        edge = segment.indexes[0] - 1 if is_backwards else segment.indexes[-1] + 1
+        place_found = self.find(_MARKED, edge, watch, is_backwards=is_backwards)
+        return None if place_found is None else place_found.step
+
+    def find(
+        self, condition: Condition, step: int, watch: Callable[[int], None], *, is_backwards: bool
+    ) -> Place | None:
+        """The nearest place where a condition holds; see `Film.find`.
+
+        Args:
+            condition: what to look for.
+            step: where to begin, itself included.
+            watch: told of each step that is looked at. What it raises ends the search.
+            is_backwards: look before it.
+        """
+        if not self.first <= step <= self.last:
+            return None
+        return self._film.find(condition, step=step, is_backwards=is_backwards, watch=watch)
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def _first_with_steps(self, numbers: Iterable[int]) -> _Segment | None:
+        return next((s for s in map(self._segment, numbers) if s.steps), None)
+
+    def _segment_with(self, step: int) -> tuple[int, _Segment]:
+        number = self._film.segment_of(step)
+        return number, self._segment(number)
+
+    def _segment(self, number: int) -> _Segment:
+        """A segment, from among those at hand if it is there."""
+        if number not in self._segments:
+            state, records = self._film.segment(number)
+            segment = _Segment([record for record in records if isinstance(record, Event)])
+            segment.fold(self._header, state)
+            self._segments[number] = segment
+            if len(self._segments) > _MOST_SEGMENTS:
+                self._segments.popitem(last=False)
+        self._segments.move_to_end(number)
+        return self._segments[number]

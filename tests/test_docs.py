@@ -1,0 +1,306 @@
+"""The docs are true: commands print what stands below them, names exist, both languages agree."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.docs import (
+    DOCS,
+    ROOT,
+    Command,
+    Workplace,
+    blocks_of,
+    commands_of,
+    is_as_shown,
+    language_of,
+    pages,
+    pipeline,
+    rewritten,
+)
+from support.docs_names import (
+    anchor,
+    broken_links,
+    command_exists,
+    headings,
+    links,
+    missing_lines,
+    prose_of,
+    symbol_exists,
+    unknown_names,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGES = pages()
+ENGLISH = pages("en")
+SHARED = [
+    p
+    for folder in (".", "decisions", "exercises")
+    for p in sorted(DOCS.joinpath(folder).glob("*.md"))
+]
+WRONG_USAGE = 2  # an exit code
+SITE = DOCS / "site" / "mkdocs.yml"
+
+
+def name_of(page: Path) -> str:
+    """A page's name in a test's report."""
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+every_english_page = pytest.mark.parametrize("page", ENGLISH, ids=name_of)
+
+
+# -- what the pages show ---------------------------------------------------------------------------
+
+
+@every_page
+def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
+    place = Workplace(tmp_path, language_of(page))
+    for command, outcome in place.run_page(page.read_text("utf-8")):
+        found = f"$ {command.line}\n" + "\n".join(outcome.lines)
+        assert command.may_end_with(outcome.code), found
+        if command.output:
+            is_right = is_as_shown(command.output, outcome.lines)
+            shown = "\n".join(command.output)
+            assert is_right, f"`make docs-output` takes this over:\n{found}\n\nnot\n\n{shown}"
+
+
+@every_page
+def test_an_excerpt_is_in_its_file(page: Path) -> None:
+    for block in blocks_of(page.read_text("utf-8")):
+        if block.kind == "py":
+            assert missing_lines(block.lines) == []
+
+
+@every_page
+def test_no_block_is_left_unnamed(page: Path) -> None:
+    """A block's kind decides how it is checked: a forgotten one would be checked by nobody."""
+    kinds = {block.kind for block in blocks_of(page.read_text("utf-8"))}
+    assert kinds <= {"console", "python", "py", "text", "json", "toml"}
+
+
+# -- what the pages name ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SHARED], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@every_page
+def test_names_of_code_exist(page: Path) -> None:
+    assert unknown_names(page.read_text("utf-8")) == []
+
+
+@every_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for command in commands_of(page.read_text("utf-8")):
+        words = pipeline(command.line)[0]
+        if words[0] == "nvtrace" and command.exit_code != WRONG_USAGE:
+            assert command_exists(" ".join(words)), command.line
+
+
+@every_english_page
+def test_a_page_is_in_the_sites_navigation(page: Path) -> None:
+    assert str(page.relative_to(DOCS / "en")) in SITE.read_text("utf-8")
+
+
+def test_the_navigation_names_pages_that_exist() -> None:
+    named = re.findall(r"^ +- ([\w/-]+\.md)$", SITE.read_text("utf-8"), re.MULTILINE)
+    assert len(named) == len({*named}) > len(ENGLISH)
+    assert [n for n in named if not ((DOCS / "en" / n).exists() or (DOCS / n).exists())] == []
+
+
+# -- two languages ---------------------------------------------------------------------------------
+
+
+def in_chinese(page: Path) -> Path:
+    """The same page in Chinese."""
+    return DOCS / "zh" / page.relative_to(DOCS / "en")
+
+
+def test_both_languages_have_the_same_pages() -> None:
+    english = [page.relative_to(DOCS / "en") for page in ENGLISH]
+    assert [page.relative_to(DOCS / "zh") for page in pages("zh")] == english
+    assert len(english) > 20
+
+
+@every_english_page
+def test_both_languages_have_the_same_headings(page: Path) -> None:
+    levels = [level for level, _ in headings(page.read_text("utf-8"))]
+    assert [level for level, _ in headings(in_chinese(page).read_text("utf-8"))] == levels
+
+
+@every_english_page
+def test_both_languages_have_the_same_blocks_and_commands(page: Path) -> None:
+    def shape(text: str) -> list[tuple[str, list[str]]]:
+        code = {"python", "py", "json", "toml"}
+        return [
+            (block.kind, _without_comments(block.lines) if block.kind in code else [])
+            for block in blocks_of(text)
+        ]
+
+    english, chinese = page.read_text("utf-8"), in_chinese(page).read_text("utf-8")
+    assert shape(chinese) == shape(english)
+    assert [pipeline(c.line) for c in commands_of(chinese)] == [
+        pipeline(c.line) for c in commands_of(english)
+    ]
+
+
+def _without_comments(lines: list[str]) -> list[str]:
+    return [line.partition("  # ")[0] for line in lines]
+
+
+@every_english_page
+def test_the_chinese_page_is_in_chinese(page: Path) -> None:
+    prose = re.sub(r"`[^`]*`|\([^)]*\)", "", prose_of(in_chinese(page).read_text("utf-8")))
+    num_chinese = len(re.findall(r"[\u4e00-\u9fff]", prose))
+    num_english_words = len(re.findall(r"[A-Za-z]{3,}", prose))
+    assert num_chinese > num_english_words, "not translated yet"
+
+
+# -- the harness itself ----------------------------------------------------------------------------
+
+PAGE = """\
+# A page
+
+```console
+$ nvtrace check a.jsonl   # exit code 1
+one
+two
+
+$ make docs
+```
+
+Words with `code` and a [link](other.md#there).
+
+```py
+# nanovllm/engine/llm_engine.py
+def step(self) -> list[RequestOutput]:
+...
+batch = self.scheduler.schedule()
+```
+"""
+
+
+def test_a_page_is_taken_apart() -> None:
+    assert [block.kind for block in blocks_of(PAGE)] == ["console", "py"]
+    first, second = commands_of(PAGE)
+    assert first == Command("nvtrace check a.jsonl   # exit code 1", ["one", "two"], 4, 3)
+    assert (first.exit_code, second.exit_code, second.output) == (1, 0, [])
+    assert PAGE.splitlines()[first.first] == "one"
+    assert pipeline("a 'b | c' | head -3  # why") == [["a", "b | c"], ["head", "-3"]]
+
+
+def run(tmp_path: Path, *lines: str) -> list[tuple[bool, bool]]:
+    """Of a page with these lines: does each command that is run end so, and print that?"""
+    text = "\n".join(["```console", *lines, "```"])
+    return [
+        (command.may_end_with(outcome.code), is_as_shown(command.output, outcome.lines))
+        for command, outcome in Workplace(tmp_path, "en").run_page(text)
+    ]
+
+
+def test_a_wrong_output_and_a_wrong_end_are_found(tmp_path: Path) -> None:
+    assert run(
+        tmp_path,
+        "$ nvtrace check example.jsonl.zst",
+        "1,302 events, 34 invariants: nothing disagrees",
+        "$ nvtrace check example.jsonl.zst",
+        "1,303 events, 34 invariants: nothing disagrees",
+        "$ nvtrace check no-such-file.jsonl",
+        "...",
+        "$ nvtrace replay example.jsonl.zst --event 'STEP_END' | head -1   # the first",
+        "step#1 prefill done in ...",
+    ) == [(True, True), (True, False), (False, True), (True, False)]
+
+
+def test_a_recorded_trace_stands_in_for_a_run_that_is_not_shown(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        "$ nvtrace run preemption --out p.jsonl",
+        "$ nvtrace run --list",
+        "$ nvtrace doctor",
+        "$ nvtrace diff p.jsonl preemption.jsonl.zst --plain   # exit code 0",
+    )
+    assert found == [(True, True)]
+    assert (tmp_path / "p.jsonl").read_bytes().startswith(b'{"event":"TRACE_HEADER"')
+
+
+def test_make_targets_must_exist(tmp_path: Path) -> None:
+    assert run(tmp_path, "$ cd /nowhere", "$ make docs PIP_ARGS=-q") == []
+    another = tmp_path / "another"
+    another.mkdir()
+    with pytest.raises(AssertionError, match="no target tea"):
+        run(another, "$ make tea")
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_right"),
+    [
+        ("a b c d", True),
+        ("a b ... d", True),
+        ("... c d", True),
+        ("a ...", True),
+        ("a ... c ...", True),
+        ("a ... b c d", True),
+        ("a b c", False),
+        ("b ...", False),
+        ("... c", False),
+        ("a ... c b ...", False),
+        ("a b c d e", False),
+    ],
+)
+def test_lines_left_out_may_be_any(shown: str, is_right: bool) -> None:
+    assert is_as_shown(shown.split(), ["a", "b", "c", "d"]) is is_right
+
+
+@pytest.mark.parametrize(
+    ("shown", "result"),
+    [
+        ("?", "a b c d"),
+        ("? 1-2, 4", "a b ... d"),
+        ("? 2", "... b ..."),
+        ("a x c d", "a b c d"),
+        ("a x ...", "a b ..."),
+        ("x ... d", "a ... d"),
+        ("... cc ...", "... c ..."),
+        ("", ""),
+    ],
+)
+def test_a_rewrite_keeps_what_is_left_out(shown: str, result: str) -> None:
+    lines = [" ".join(shown.split())] if shown.startswith("?") else shown.split()
+    assert rewritten(lines, ["a", "b", "c", "d"]) == result.split()
+
+
+def test_a_wrong_name_is_found() -> None:
+    good = ["nanovllm.engine.scheduler.Scheduler.schedule", "LLM.stream", "PREEMPT", "make test"]
+    assert unknown_names(" ".join(f"`{name}`" for name in good)) == []
+    bad = ["Scheduler.plan", "nanovllm.engine.planner", "BLOCKS_LOSE", "nanovllm/no.py", "make tea"]
+    assert unknown_names(" ".join(f"`{name}`" for name in bad)) == bad
+    assert symbol_exists("nvtrace", ["events", "Preempt", "for_seq_id"])
+    assert not symbol_exists("nvtrace", ["events", "Preempt", "why"])
+    assert command_exists("nvtrace explain FILE --seq 1")
+    assert not command_exists("nvtrace explain FILE --sequence 1")
+    assert not command_exists("nvtrace ponder")
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert links(PAGE) == ["other.md#there"]
+    assert broken_links(page) == ["other.md#there"]
+    (tmp_path / "other.md").write_text("## There\n")
+    assert broken_links(page) == []
+    assert anchor("Why `len % block_size == 1`?") == "why-len-block_size-1"
+
+
+def test_a_changed_excerpt_is_found() -> None:
+    lines = blocks_of(PAGE)[1].lines
+    assert missing_lines(lines) == []
+    assert missing_lines([*lines, "batch = self.guess()"]) == ["batch = self.guess()"]

@@ -1,0 +1,66 @@
+"""Frames: values -> DataFrames with the documented columns.
+
+Knows dtypes. Does not know events, or what a column means (`columns.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from nvtrace.analysis.columns import Frame
+
+
+class FrameError(ValueError):
+    """A value of the trace does not fit its column."""
+
+
+def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
+    """A documented DataFrame, with its columns in their order and with their dtypes.
+
+    Args:
+        frame: its columns.
+        values: for each column what pandas takes for one: a list, an array, a Series.
+
+    Raises:
+        FrameError: a value does not fit the column's dtype.
+    """
+    columns = {}
+    for column in frame.columns:
+        try:
+            columns[column.name] = pd.Series(values[column.name], copy=False).astype(column.dtype)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise FrameError(f"{frame.name}.{column.name} is no {column.dtype}: {error}") from error
+    return pd.DataFrame(columns, copy=False)
+
+
+def masked(data: npt.NDArray[Any], is_there: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - an array
+    """A nullable column of numbers: NA where they are not there."""
+    kinds = {"i": pd.arrays.IntegerArray, "f": pd.arrays.FloatingArray, "b": pd.arrays.BooleanArray}
+    return kinds[data.dtype.kind](data, ~is_there)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For what makes a million objects and no circle: looking for one would double the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def of_first_rank(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the rank that decides."""
+    return frame[frame["rank"] == frame["rank"].min()].reset_index(drop=True)

@@ -1,0 +1,112 @@
+"""Pages: how the KV cache is used, what it is reused for, and where its size comes from.
+
+Knows pages and bytes. Does not know steps' times (`batches.py`) or requests' (`latency.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from nvtrace.analysis.columns import ANALYSES
+from nvtrace.analysis.frames import frame_of, of_first_rank
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.DataFrame:
+    """Count the pool's pages by what they are, at each step, while it computes.
+
+    Args:
+        steps: `Trace.steps`.
+        blocks: `Trace.blocks`.
+        num_blocks: pages in the pool: ENGINE_READY.num_kvcache_blocks.
+    """
+    steps = of_first_rank(steps)
+    is_used = blocks["ref_count"] > 0
+    states = {
+        "num_used_blocks": is_used,
+        "num_shared_blocks": blocks["ref_count"] > 1,
+        "num_cached_blocks": ~is_used & blocks["is_published"],
+    }
+    # The schedule is decided at event_id: what lies before it has happened.
+    num_before = np.searchsorted(blocks["event_id"], steps["event_id"])
+    counts = {
+        name: _count_over_time(blocks["block_id"], state)[num_before]
+        for name, state in states.items()
+    }
+    num_used = counts["num_used_blocks"]
+    return frame_of(
+        ANALYSES["kv_use"],
+        counts
+        | {
+            "step": steps["step"].to_numpy(),
+            "ts_ns": steps["ts_ns"].to_numpy(),
+            "num_free_blocks": num_blocks - num_used,
+            "kv_cache_usage": num_used / max(num_blocks, 1),
+        },
+    )
+
+
+def _count_over_time(block_ids: pd.Series, state: pd.Series) -> npt.NDArray[np.int64]:
+    """(num_rows + 1,) how many pages are in a state after so many rows.
+
+    Args:
+        block_ids: of each row.
+        state: is the row's page in it, after the row?
+    """
+    before = state.groupby(block_ids).shift(fill_value=False)
+    changes = state.astype("int64") - before.astype("int64")
+    return np.concatenate([[0], changes.cumsum().to_numpy()])
+
+
+def prefix_hits(requests: pd.DataFrame) -> pd.DataFrame:
+    """Ask how much of each prompt the prefix cache had, one request after the other.
+
+    Args:
+        requests: `Trace.requests`.
+    """
+    admitted = requests[requests["scheduled_ns"].notna()]
+    admitted = admitted.sort_values("scheduled_ns", kind="stable", ignore_index=True)
+    num_hits, num_queries = admitted["num_cached_tokens"], admitted["num_prompt_tokens"]
+    admitted["hit_rate"] = num_hits / num_queries
+    admitted["hit_rate_so_far"] = num_hits.cumsum() / num_queries.cumsum()
+    return frame_of(ANALYSES["prefix_hits"], admitted)
+
+
+def memory_budget(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Write out the sum that ends in the number of KV pages, of the first rank.
+
+        total - kept back - used - ... = available        available - pages = unused
+
+    Args:
+        estimates: `Trace.table("KV_BUDGET_ESTIMATE")`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if estimates.empty:
+        raise ValueError("the trace has no KV_BUDGET_ESTIMATE")
+    budget = of_first_rank(estimates).iloc[-1]
+    total, available = int(budget["total_bytes"]), int(budget["available_bytes"])
+    used = int(budget["used_bytes"])
+    kept_back = total - int(total * budget["utilization"])
+    terms = [("total", "total", total), ("kept back", "less", kept_back), ("used", "less", used)]
+    if pd.notna(budget["peak_bytes"]):
+        step = int(budget["peak_bytes"] - budget["current_bytes"])
+        terms += [("a step's tensors", "less", step)]
+        terms += [("CUDA graphs", "less", int(budget["graph_pool_bytes"]))]
+    else:
+        room = total - kept_back - used
+        limited = min(room, int(budget["limit_bytes"]))
+        terms += [("beyond the limit", "less", room - limited)]
+        terms += [("other ranks", "less", limited - available)]
+    pages = int(budget["num_blocks"] * budget["block_bytes"])
+    terms += [("available", "left", available), ("KV pages", "less", pages)]
+    terms += [("unused", "left", available - pages)]
+    return frame_of(
+        ANALYSES["memory_budget"], pd.DataFrame(terms, columns=["term", "kind", "num_bytes"])
+    )

@@ -3,11 +3,12 @@
 # make check     lint + test: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
+# make fuzz-reader  broken traces for every command that reads one; FUZZ_ARGS="--count 5000 --seed 7"
 # make bench     time the engine beside transformers on this machine (minutes)
 # make gpu       the tests that need an NVIDIA GPU (make gpu-pair: two)
 # make golden    record the golden trace of the tests anew
 # make exercises record the broken traces of docs/exercises anew
-# make reference write docs/events.md and docs/trace.schema.json from the event structs
+# make reference write docs/{en,zh}/events.md, docs/columns.md, docs/trace.schema.json from the code
 # make docs      build the docs as a site, in build/site
 # make notebooks run the notebooks, and write them with their outputs
 # make docs-output  run the docs' commands, and put what they print into the pages
@@ -21,7 +22,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check fuzz bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help
+.PHONY: example test lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -55,9 +56,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
+	$(BIN)/mypy notebooks/*.py
 	$(BIN)/lint-imports --no-logo
 
 check: lint test
+
+fuzz-reader: $(VENV)/.dev
+	cd tests && ../$(BIN)/python -m support.fuzz_reader $(FUZZ_ARGS)
 
 fuzz: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.fuzz $(FUZZ_ARGS)
@@ -79,7 +84,7 @@ golden: $(VENV)/.dev
 exercises: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.faults
 
-# docs/events.md and docs/trace.schema.json, made from the event structs.
+# docs/{en,zh}/events.md, docs/columns.md and docs/trace.schema.json, made from the code.
 reference: $(VENV)/.dev
 	$(BIN)/python -m nvtrace.reference docs
 

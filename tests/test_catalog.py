@@ -71,7 +71,7 @@ def test_no_word_is_left_over(language: Language) -> None:
     names = {
         field.name for struct in RECORD_TYPES.values() for field in msgspec.structs.fields(struct)
     }
-    assert set(words) == {"ui", "fields", "events", "scenarios", "check"}
+    assert set(words) == {"ui", "fields", "events", "scenarios", "check", "reference"}
     assert set(words["events"]) == set(RECORD_TYPES)
     assert set(words["fields"]) - names == {"event"}
     for tag, event in words["events"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import sys
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -262,6 +263,14 @@ def test_a_line_too_deep_to_read_is_a_broken_line(line: bytes) -> None:
 def test_a_second_header_is_an_error() -> None:
     with pytest.raises(UnreadableTraceError, match="line 3 is a second header"):
         read(HEADER + EVENT + HEADER)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 10**8), (0, 0), (2, 2), (-1, 2)])
+def test_a_rank_of_no_world_is_an_error(rank: int, world_size: int) -> None:
+    """Else the files of a hundred million ranks would be looked for."""
+    header = json.loads(HEADER) | {"rank": rank, "world_size": world_size}
+    with pytest.raises(UnreadableTraceError, match=f"of rank {rank} of {world_size}: no run"):
+        read(json.dumps(header).encode() + b"\n" + EVENT)
 
 
 def test_records_before_a_broken_line_have_been_given() -> None:

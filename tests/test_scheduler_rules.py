@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.errors import RequestRefusedError
 from support.fake_runner import EOS_TOKEN_IDS, Settings, runner_of
@@ -298,3 +299,13 @@ def test_every_end_of_sequence_token_ends_a_request_unless_ignored() -> None:
             assert seq.finish_reason == request.answer()[1] == "eos"
             ended_by.add(seq.token_ids[-1])
     assert ended_by == {*EOS_TOKEN_IDS}
+
+
+def test_a_policy_that_chooses_nobody_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, "idle", lambda _scheduler, _batch: None)
+    engine = engine_with(Witness(), 3, 4, policy="idle")
+    with pytest.raises(RuntimeError, match="chose nobody: 2 wait and 0 run"):
+        engine.step()
+    assert engine.is_finished()

@@ -71,11 +71,11 @@ class GraphDecoder:
         if size is None:
             raise RuntimeError(f"no graph holds {batch_size} rows")
         self.graphs.load(inputs, size)
+        self.observer.prepare_decode_tensors(inputs)
         with self.ranks.computing(step):
             with self.timer.next_stretch() as stretch:
                 launched = self.graphs.replay(size, list(range(batch_size)), stretch.last)
             self.ranks.parallel.await_device()
-        self.observer.prepare_decode_tensors(inputs)
         self.observer.cudagraph_replay(batch_size, size, is_ahead=False)
         return launched
 

@@ -119,9 +119,17 @@ class Scheduler:
     # -- one step: schedule, then (after the model ran) postprocess -------------------------------
 
     def schedule(self) -> Batch:
-        """Choose this step's work, as the policy says."""
+        """Choose this step's work, as the policy says.
+
+        Raises:
+            RuntimeError: the policy chose nobody.
+        """
         batch = Batch(self.max_num_batched_tokens)
         self.policy(self, batch)
+        if not batch:
+            raise RuntimeError(
+                f"the policy chose nobody: {len(self.waiting)} wait and {len(self.running)} run"
+            )
         match batch.phase:
             case "prefill":
                 self.observer.schedule_prefill(batch, self)

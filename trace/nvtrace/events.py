@@ -1,7 +1,7 @@
 """The events: what an engine can say, as typed records.
 
-These structs *are* the trace format: the reader decodes into them, the JSON Schema and
-`docs/events.md` are generated from them. They hold facts and reason codes, no prose; the words for
+These structs *are* the trace format: the reader decodes into them, the JSON Schema and the docs'
+page of events are generated from them. They hold facts and reason codes, no prose; the words for
 both live in `catalog/`. Knows nothing of the engine, of files or of terminals.
 
 Rules for changing them: a new field has a default, a field never changes its meaning, and a change
@@ -21,7 +21,7 @@ Status = Literal["WAITING", "RUNNING", "FINISHED"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
-    """The envelope every event shares. (No event refers to another: none needs the collector.)"""
+    """The envelope every event shares. No event refers to another: none needs the collector."""
 
     event_id: int
     ts_ns: int

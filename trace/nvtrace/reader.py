@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
+_MAX_WORLD_SIZE = 4096  # each rank's file is looked for
+_MAX_MESSAGE_LEN = 200  # of a decoder that quotes what it was given
 _BLOCK_BYTES = 32 * 1024  # some hundred records: what a core has close by
 _EVENT_ID = attrgetter("event_id")
 _BYTE_ORDER_MARKS = {
@@ -312,6 +314,10 @@ class _Tally:
 def _check_header(record: Record, name: str | Path) -> None:
     if not isinstance(record, Header) or record.schema != "nvtrace":
         raise UnreadableTraceError(f"{name} is not an nvtrace trace: its first line is no header")
+    if not 0 <= record.rank < record.world_size <= _MAX_WORLD_SIZE:
+        raise UnreadableTraceError(
+            f"{name} says that it is of rank {record.rank} of {record.world_size}: no run has that"
+        )
     if record.version[0] > VERSION[0]:
         raise NewerTraceError(
             f"{name} has format version {record.version[0]}.{record.version[1]}, and this nvtrace "
@@ -329,7 +335,7 @@ def _no_header(name: str | Path, line: bytes) -> str:
 
 def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str:
     shown = line[:60].decode("utf-8", "replace")
-    return f"{name}: line {number} is no record ({error}): {shown!r}"
+    return f"{name}: line {number} is no record ({str(error)[:_MAX_MESSAGE_LEN]}): {shown!r}"
 
 
 def raw_lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:

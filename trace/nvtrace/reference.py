@@ -1,6 +1,7 @@
 """The reference: every event, field and code, from the structs and the word catalogs.
 
-    python -m nvtrace.reference docs      writes events.md, columns.md and trace.schema.json there
+    python -m nvtrace.reference docs      writes there: en/events.md, zh/events.md,
+                                          columns.md, trace.schema.json
 
 Knows how a struct's fields become a description. Does not hold a single description itself: the
 shapes are in `events.py` and `envelope.py`, the words in `catalog/`, both for DataFrames in
@@ -116,55 +117,43 @@ def type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
     return str(annotation.__name__)
 
 
-# -- docs/events.md --------------------------------------------------------------------------------
-
-_INTRODUCTION = """\
-# Events
-
-Everything a trace can hold, made from the event structs by `make reference`: do not edit it by
-hand. `nvtrace events NAME` shows the same in the terminal, with line numbers, in English and in
-Chinese.
-
-A trace is JSON Lines: a header, events, a footer. This is format version {major}.{minor}. A newer
-minor version may add fields (readers ignore what they do not know) and events (readers count them
-and go on); a newer major version is refused. `trace.schema.json` is the JSON Schema of a line.
-
-## What every event has
-
-{envelope}
-"""
+# -- docs/en/events.md, docs/zh/events.md ----------------------------------------------------------
 
 
 def events_markdown(catalog: Catalog) -> str:
-    """The whole of docs/events.md."""
+    """The whole of docs/en/events.md, or of its Chinese counterpart."""
     parts = [
-        _INTRODUCTION.format(
-            major=VERSION[0], minor=VERSION[1], envelope=_field_table(envelope_fields(catalog))
-        )
+        catalog.reference("introduction", major=VERSION[0], minor=VERSION[1]),
+        _field_table(envelope_fields(catalog), catalog),
+        "",
     ]
-    parts += [_section(describe(tag, catalog)) for tag in RECORD_TYPES]
+    parts += [_section(describe(tag, catalog), catalog) for tag in RECORD_TYPES]
     return "\n".join(parts)
 
 
-def _section(event: EventReference) -> str:
-    when = f" ({event.when})" if event.when else ""
-    lines = [f"## {event.tag}", "", f"*{event.title}*{when}. {event.meaning}", ""]
+def _section(event: EventReference, catalog: Catalog) -> str:
+    words = {"title": event.title, "when": event.when, "meaning": event.meaning}
+    lead = catalog.reference("lead_with_phases" if event.when else "lead", **words)
+    lines = [f"## {event.tag}", "", lead, ""]
     if event.fields:
-        lines += [_field_table(event.fields), ""]
+        lines += [_field_table(event.fields, catalog), ""]
     for field in event.fields:
         if field.codes:
-            lines += [f"`{field.name}`:", ""]
-            lines += [f"- `{code}`: {words}" for code, words in field.codes.items()]
+            lines += [catalog.reference("codes_of", field=field.name), ""]
+            lines += [
+                catalog.reference("code", code=code, meaning=meaning)
+                for code, meaning in field.codes.items()
+            ]
             lines.append("")
     if event.hook is not None:
         files = sorted({place.file for place in calls_of(event.hook)})
-        said = ", ".join(f"`{file}`" for file in files) or "no place of this version"
-        lines += [f"Observer method: `{event.hook}`; said in {said}.", ""]
+        said = ", ".join(f"`{file}`" for file in files) or catalog.reference("nowhere")
+        lines += [catalog.reference("said_in", hook=event.hook, files=said), ""]
     return "\n".join(lines)
 
 
-def _field_table(fields: tuple[FieldReference, ...]) -> str:
-    rows = ["| field | type | meaning |", "|---|---|---|"]
+def _field_table(fields: tuple[FieldReference, ...], catalog: Catalog) -> str:
+    rows = [catalog.reference("field_heads"), "|---|---|---|"]
     rows += [
         f"| `{field.name}` | `{_cell(field.type)}` | {_cell(field.meaning)} |" for field in fields
     ]
@@ -236,7 +225,8 @@ def documents() -> dict[str, str]:
     """The generated files: name -> content."""
     schema = msgspec.json.format(msgspec.json.encode(trace_schema()), indent=2).decode()
     return {
-        "events.md": events_markdown(load_catalog("en")),
+        "en/events.md": events_markdown(load_catalog("en")),
+        "zh/events.md": events_markdown(load_catalog("zh")),
         "columns.md": columns_markdown(),
         "trace.schema.json": schema + "\n",
     }
@@ -249,6 +239,7 @@ def main(arguments: list[str]) -> int:
         return 2
     for name, content in documents().items():
         path = Path(arguments[0]) / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text(content, encoding="utf-8")
         sys.stdout.write(f"{path}\n")
     return 0

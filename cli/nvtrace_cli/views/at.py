@@ -194,7 +194,8 @@ def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
     if schedule is None or phase is None:
         return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
     reason = catalog.reason(ev.tag_of(schedule), schedule.reason)
-    return Prose((where, "heading"), (catalog.ui("explain_chosen", phase=phase, reason=reason), phase))
+    chosen = catalog.ui("explain_chosen", phase=phase, reason=reason)
+    return Prose((where, "heading"), (chosen, phase))
 
 
 def _queues(moment: Moment, catalog: Catalog) -> Table:

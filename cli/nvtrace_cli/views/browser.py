@@ -185,8 +185,9 @@ class Screen:
         if schedule is None or phase is None:
             reason = Text(self._catalog.ui("at_no_schedule"), style="error")
         else:
-            words = self._catalog.reason(ev.tag_of(schedule), schedule.reason)
-            reason = Text(f"{phase}: {escape(words)}", style=phase)
+            words = escape(self._catalog.reason(ev.tag_of(schedule), schedule.reason))
+            chosen = self._catalog.ui("explain_chosen", phase=phase, reason=words)
+            reason = Text(chosen, style=phase)
         moment = Text(self._ui(f"moment_{look.moment.point}"), style="quiet")
         return Group(
             _both_ends(title, Text(time, style="decode" if view.is_playing else "quiet")),

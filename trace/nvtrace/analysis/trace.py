@@ -101,7 +101,7 @@ class Trace:
         return blocks_frame(self._records)
 
     def table(self, kind: str) -> pd.DataFrame:
-        """One kind of event with all its fields, as docs/events.md has them, and its rank.
+        """One kind of event with all its fields, as docs/en/events.md has them, and its rank.
 
         Args:
             kind: its name, as "STEP_END".

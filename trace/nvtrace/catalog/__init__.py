@@ -40,6 +40,7 @@ class Catalog:
         self._events: dict[str, dict[str, Any]] = words["events"]
         self._scenarios: dict[str, dict[str, str]] = words["scenarios"]
         self._check: dict[str, dict[str, Any]] = words["check"]
+        self._reference: dict[str, str] = words["reference"]
 
     def title(self, tag: str) -> str:
         """An event in a few words."""
@@ -83,6 +84,10 @@ class Catalog:
     def check(self, key: str, **values: object) -> str:
         """A sentence of `nvtrace check`, as `ui`."""
         return str(self._check["sentences"][key]).format_map(values)
+
+    def reference(self, key: str, **values: object) -> str:
+        """A piece of the events page, as `ui`."""
+        return self._reference[key].format_map(values)
 
     def ui(self, key: str, **values: object) -> str:
         """A sentence of the command line.

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from nvtrace.catalog import load_catalog
 from nvtrace.reader import read_trace
 from nvtrace_cli.views.step_table import PLAIN_COLUMNS
-from support.cli import Outcome, call, command, environment, spawn
+from support.cli import ROOT, Outcome, call, command, environment, spawn
 from support.cli_traces import article_run, write_trace
 
 if TYPE_CHECKING:
@@ -93,7 +93,21 @@ def test_an_output_of_nobodys_request_is_named(
     text = (folder / "article.jsonl").read_text("utf-8")
     torn = re.sub(r'("REQUEST_OUTPUT".*?"seq_id":)1', r"\g<1>7", text)
     (tmp_path / "torn.jsonl").write_text(torn, "utf-8")
-    assert_refused(call(capsys, "replay", tmp_path / "torn.jsonl"), 3, "request 7")
+    outcome = call(capsys, "replay", tmp_path / "torn.jsonl")
+    assert outcome.code == 3
+    assert "request 7" in outcome.err
+    assert "step 1" in outcome.out  # what came before is shown
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",), ("--json",), ("--view", "steps")])
+def test_a_trace_that_contradicts_itself_is_shown_up_to_there(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = ROOT / "docs" / "exercises" / "02-the-longer-it-runs-the-fewer-fit.jsonl.zst"
+    outcome = call(capsys, "replay", broken, *options)
+    assert outcome.code == 3
+    assert "event 58 (BLOCKS_RELEASE) does not follow" in outcome.err
+    assert "prefill" in outcome.out
 
 
 def test_a_newer_trace_is_one_line_and_code_4(folder: Path) -> None:

@@ -169,6 +169,20 @@ def test_a_visitor_that_takes_the_page_of_a_step_ahead_spoils_nothing(oracle: Or
     assert outputs[seq_id] == oracle.greedy(prompts[0], 40)
 
 
+def test_rows_that_end_unforeseen_leave_the_others_pages_alone(oracle: Oracle) -> None:
+    prompts = oracle.prompts((5, 9, 14, 3), 60)
+    llm = engine(oracle, attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=40)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    seq_ids = [llm.add_request(prompt, params) for prompt in prompts]
+    for _ in range(4):
+        llm.step()
+    llm.abort(seq_ids[2])  # three rows stay on the graph of four, for more than three pages
+    outputs = {}
+    while not llm.is_finished():
+        outputs.update({output["seq_id"]: output["token_ids"] for output in llm.step()})
+    assert outputs == {i: oracle.greedy(prompts[i], 60) for i in (0, 1, 3)}
+
+
 def test_drawn_tokens_do_not_depend_on_the_way(oracle: Oracle) -> None:
     prompts = [random_tokens(9, seed=row) for row in range(20)]
     params = [SamplingParams(temperature=0.8, max_tokens=20, seed=row) for row in range(20)]

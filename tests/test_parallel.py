@@ -34,6 +34,7 @@ from support.cli import environment
 from support.models import make_reference, random_tokens, save_reference
 from support.oracle import Oracle, assert_empty, greedy_params, make_llm, tokens_of
 from support.ranks import (
+    PATIENCE,
     Chief,
     Deed,
     Plot,
@@ -674,3 +675,31 @@ def test_torchruns_ranks_run_in_lockstep_and_record_apart(narrow: Oracle, tmp_pa
         }
         assert told[0] == told[1]  # each runs the whole engine, and tells all of it
     assert len(run_ids) == 2
+
+
+EXIT_INTERRUPTED = """
+    import os, signal, threading
+
+    if __name__ == "__main__":
+        llm = LLM(sys.argv[1], **OPTIONS)
+        (worker,) = multiprocessing.active_children()
+        say(worker.pid)
+        os.kill(worker.pid, signal.SIGSTOP)  # it will not hear that it is over
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            llm.exit()
+        except KeyboardInterrupt:
+            say("interrupted")
+"""
+
+
+def test_an_interrupt_in_exit_leaves_no_worker_that_hangs(narrow: Oracle, tmp_path: Path) -> None:
+    process = start_script(write_script(tmp_path, EXIT_INTERRUPTED), narrow.folder)
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+        (pid,), (word,) = map(json.loads, out.splitlines())
+        assert (process.returncode, word) == (0, "interrupted"), err
+        assert not is_running(pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

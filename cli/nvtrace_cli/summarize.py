@@ -30,23 +30,23 @@ _MOST_KEPT = 10_000  # values that steps may have in common
 def summarize(
     records: Iterable[Record], *, is_wanted: Callable[[int], bool] | None = None
 ) -> RunSummary:
-    """Fold a trace into its summary.
+    """Fold a trace into its summary, up to an event that cannot follow from those before it.
 
     Args:
         records: what `nvtrace.reader.read_trace` yields, the header first.
         is_wanted: which steps to keep, by their number; all if None.
-
-    Raises:
-        InconsistentTraceError: an event cannot follow from those before it.
     """
     iterator = iter(records)
     header = next(iterator)
     if not isinstance(header, Header):
         raise TypeError("the first record of a trace is its header")
     run = RunSummary(header)
-    for step in summarize_steps(iterator, run):
-        if is_wanted is None or is_wanted(step.index):
-            run.steps.append(step)
+    try:
+        for step in summarize_steps(iterator, run):
+            if is_wanted is None or is_wanted(step.index):
+                run.steps.append(step)
+    except InconsistentTraceError as error:
+        run.broken = error
     return run
 
 

@@ -14,6 +14,7 @@ Phase = Literal["prefill", "decode", "mixed"]
 if TYPE_CHECKING:
     from nvtrace import events as ev
     from nvtrace.envelope import Footer, Header
+    from nvtrace.replay import InconsistentTraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class RunSummary:
         sums: of each phase, over all steps; None stands for steps that decided nothing.
         first_step, last_step: of all that the trace has; None if it has none.
         steps: those that were asked for.
+        broken: what contradicts the events before it; None if nothing does. All before it is here.
     """
 
     header: Header
@@ -166,3 +168,4 @@ class RunSummary:
     first_step: int | None = None
     last_step: int | None = None
     steps: list[StepSummary] = field(default_factory=list)
+    broken: InconsistentTraceError | None = None

@@ -112,10 +112,10 @@ class DecodeBuffers:
         self.context_lens = on_device(num_rows, dtype=torch.int32)
         self.is_greedy = on_device(num_rows, dtype=torch.bool)
         # Page-locked, so that nobody waits for a copy.
-        self.host_tables = torch.zeros(
-            (num_rows, max_num_blocks), dtype=torch.int32, pin_memory=True
-        )
-        self.host_token_ids = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=True)
+        pin = device.type == "cuda"
+        shape = (num_rows, max_num_blocks)
+        self.host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=pin)
+        self.host_token_ids = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,9 @@ class DecodeGraphs:
         token_ids, is_finite = sample(
             logits, rows.temperatures[:size], rows.is_greedy[:size], noise_keys
         )
-        rows.input_ids[:size] = token_ids
+        # A token from broken logits may be no token at all, and the next step is under way before
+        # anybody sees that it is.
+        rows.input_ids[:size] = token_ids * is_finite
         positions += positions >= 0
         rows.token_ids[:size] = torch.where(is_finite, token_ids, rows.no_token)
 
@@ -331,8 +333,8 @@ class DecodeGraphs:
         if foresight.new_pages:
             self._copy_tables(places[-1] + 1)
         kept = list(range(len(seqs)))
+        self._clear([places[index] for index in foresight.ending])
         for index in reversed(foresight.ending):
-            rows.positions[places[index]] = -1
             del kept[index]
         ahead = Ahead(
             [seqs[index] for index in kept],
@@ -354,7 +356,15 @@ class DecodeGraphs:
         rows = ahead.rows_of(seqs)
         if rows is None:
             return None
-        return replace(launched, places=[launched.places[row] for row in rows])
+        places = [launched.places[row] for row in rows]
+        if len(places) < len(launched.places):  # who ended unforeseen must not go on
+            self._clear(sorted({*launched.places} - {*places}))
+        return replace(launched, places=places)
+
+    def _clear(self, places: list[int]) -> None:
+        """Make rows padding, from the next step on."""
+        for place in places:
+            self.buffers.positions[place] = -1
 
     def _copy_tables(self, num_seqs: int) -> None:
         rows = self.buffers

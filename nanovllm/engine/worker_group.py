@@ -210,7 +210,8 @@ class WorkerGroup(Ranks):
             self._ended = f"this engine is over, make a new LLM: {why}"
             atexit.unregister(self._finalizer)
             if self._finalizer.detach() is not None:
-                self._workers.stop(is_polite=is_polite)
+                with interrupts_deferred():  # or a worker that hangs would be left behind
+                    self._workers.stop(is_polite=is_polite)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -244,7 +244,9 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(chr(ord("a") + token_id) for token_id in token_ids)
 
 
-class _FakeTokenizer:
+class FakeTokenizer:
+    """One letter a token, and no files."""
+
     exists = True
 
     def __init__(self, _folder: str) -> None:
@@ -268,7 +270,7 @@ def make_engine(settings: Settings, observer: Observer | None = None) -> LLMEngi
     """Build the real engine around the fake model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_engine, "ModelRunner", FakeRunner)
-        patch.setattr(llm_engine, "Tokenizer", _FakeTokenizer)
+        patch.setattr(llm_engine, "Tokenizer", FakeTokenizer)
         patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
         return LLMEngine("fake", observer, **asdict(settings))
 

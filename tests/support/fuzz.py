@@ -28,7 +28,8 @@ import pytest
 
 from nvtrace import events as ev
 from nvtrace.recorder import Recorder
-from support.fake_runner import Settings, runner_of
+from support.fake_runner import Settings, make_engine, runner_of
+from support.graph_runner import make_graph_engine
 from support.recording import HOOKS_OF_A_STEP, Interruption, Recording, assert_fold_equals_engine
 from support.workload import Request, Workload
 
@@ -141,7 +142,9 @@ class Ordeal(Recording):
         self._cache_resets = case.cache_resets
         self._num_rests = 0
         self._later = list(case.interruptions)
-        super().__init__(case.workload, self._next_interruption())
+        # Every other case goes through the engine's own graphs.
+        make = make_graph_engine if len(case.workload.requests) % 2 else make_engine
+        super().__init__(case.workload, self._next_interruption(), make)
 
     def _next_interruption(self) -> Interruption | None:
         return self._later.pop(0) if self._later else None

@@ -17,12 +17,16 @@ from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
 from nvtrace.replay import State
-from support.fake_runner import InjectedError, Settings, runner_of
+from support.fake_runner import InjectedError, Settings, make_engine, runner_of
 from support.snapshot import Snapshot, snapshot_of_engine, snapshot_of_fold
 from support.workload import MemoryFile, Request, Run, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nanovllm.engine.batch import Batch
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.observer import Observer
     from nvtrace.envelope import Record
     from support.fake_runner import Moment
 
@@ -78,13 +82,18 @@ class Recording:
         records: what it says.
     """
 
-    def __init__(self, workload: Workload, interruption: Interruption | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        interruption: Interruption | None = None,
+        make: Callable[[Settings, Observer | None], LLMEngine] = make_engine,
+    ) -> None:
         self.points: list[tuple[Point, Snapshot]] = []
         self._interruption = interruption
         self._num_resets = 0
         file = MemoryFile()
         recorder = Recorder(Sink(file))
-        self.run = Run(workload, recorder)
+        self.run = Run(workload, recorder, make)
         if interruption is not None and hasattr(recorder, interruption.at):
             self._arm(recorder, interruption.at)
         runner_of(self.run.engine).at = self._at

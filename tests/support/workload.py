@@ -27,6 +27,7 @@ from support.fake_runner import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.sequence import FinishReason, Sequence
     from nanovllm.observer import Observer
 
@@ -144,9 +145,14 @@ class Run:
         num_resets: steps among them that an InjectedError ended.
     """
 
-    def __init__(self, workload: Workload, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        observer: Observer | None = None,
+        make: Callable[[Settings, Observer | None], LLMEngine] = make_engine,
+    ) -> None:
         self.workload = workload
-        self.engine = make_engine(workload.settings, observer)
+        self.engine = make(workload.settings, observer)
         self.sequences: dict[int, Sequence] = {}
         self.seq_ids: dict[int, int] = {}
         self.num_steps = self.num_resets = 0

@@ -176,11 +176,11 @@ by hand.
 import nvtrace
 from nvtrace.analysis import latency_breakdown
 
-trace = nvtrace.load("trace.jsonl")   # .gz and .zst too, and the other ranks' files beside it
-trace.steps                           # a frame; made at its first use, and kept
-trace.table("STEP_END")               # one kind of event, with the fields of the events page
-trace.at(149)                         # the engine's whole state after a step
-latency_breakdown(trace.requests)     # an analysis: frames in, a frame out
+trace = nvtrace.load("trace.jsonl")  # .gz and .zst too, and the other ranks' files beside it
+trace.steps  # a frame; made at its first use, and kept
+trace.table("STEP_END")  # one kind of event, with the fields of the events page
+trace.at(149)  # the engine's whole state after a step
+latency_breakdown(trace.requests)  # an analysis: frames in, a frame out
 ```
 
 `seq_id`, `step`, `rank` and `block_id` mean the same everywhere: frames are joined on them. Times

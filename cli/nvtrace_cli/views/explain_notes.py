@@ -221,7 +221,9 @@ def _eager(link: links.Eager, catalog: Catalog) -> str:
 
 
 def _replayed(link: links.Replayed, catalog: Catalog) -> str:
-    ahead = catalog.ui("explain_is_ahead" if link.is_ahead else "explain_not_ahead")
+    ahead = catalog.ui(
+        f"explain_late_{link.late_reason}" if link.late_reason else "explain_is_ahead"
+    )
     rows, padding = amount(link.graph_batch_size, "row", catalog), count(link.padding)
     return catalog.ui("explain_replayed", rows=rows, padding=padding, ahead=ahead)
 

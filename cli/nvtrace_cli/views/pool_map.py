@@ -56,7 +56,7 @@ def small_pool_map(state: State, console: Console, num_rows: int) -> tuple[int, 
         num_rows: at least 1.
 
     Returns:
-        How many pages a cell stands for (it shows what most of them are), and the rows.
+        How many pages a cell stands for (it shows the busiest of them), and the rows.
     """
     cells = _cells(state, _glyphs(console))
     label_width, per_row = _shape(state, console)
@@ -64,7 +64,7 @@ def small_pool_map(state: State, console: Console, num_rows: int) -> tuple[int, 
     while per_row * num_rows * per_cell < len(cells):
         per_cell *= 2
     starts = range(0, len(cells), per_cell)
-    merged = [_most_common(cells[start : start + per_cell]) for start in starts]
+    merged = [max(cells[start : start + per_cell], key=_how_busy) for start in starts]
     return per_cell, [
         _line(start * per_cell, merged[start : start + per_row], label_width)
         for start in range(0, len(merged), per_row)
@@ -76,8 +76,9 @@ def num_map_rows(state: State, console: Console) -> int:
     return -(-state.num_blocks // _shape(state, console)[1])
 
 
-def _most_common(cells: list[_Cell]) -> _Cell:
-    return Counter(cells).most_common(1)[0][0]
+def _how_busy(cell: _Cell) -> tuple[int, str]:
+    """A page in use is never lost among free ones; nor is one that many share."""
+    return [*_STYLES].index(cell.kind), cell.glyph
 
 
 def _shape(state: State, console: Console) -> tuple[int, int]:

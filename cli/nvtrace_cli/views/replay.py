@@ -93,17 +93,21 @@ class Replay:
         if has_frame:
             console.print()
             console.print(totals(run, seq_ids, self.catalog, console))
+        self._complain(run)
 
     def show_json(self) -> None:
         """One JSON object per step."""
-        for step in self._read()[1]:
+        run, steps = self._read()
+        for step in steps:
             print_line(json_line(step_object(step)))
+        self._complain(run)
 
     def show_plain(self) -> None:
         """The step table with tabs."""
-        rows = fold(self._read()[1], is_unfolded=self.is_unfolded)
-        for line in plain_lines(rows, self.catalog):
+        run, steps = self._read()
+        for line in plain_lines(fold(steps, is_unfolded=self.is_unfolded), self.catalog):
             print_line(line)
+        self._complain(run)
 
     def show_log(self, *, as_json: bool) -> None:
         """One line per event, as they come: in the article's form, or as JSON."""
@@ -134,15 +138,20 @@ class Replay:
 
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
         """The run, with the steps in range; and those of them that are picked."""
-        try:
-            with reading_bar(self.source) as bar:
-                records = records_of_first_rank(self.source, self.warn, bar)
-                records = saying_untimed(records, self.source, self.warn)
-                run = summarize(records, is_wanted=self.selection.has_step)
-        except InconsistentTraceError as error:
-            raise InconsistentTraceError(f"{self.name}: {error}") from error
-        self.selection.check(run, self.name)
+        with reading_bar(self.source) as bar:
+            records = records_of_first_rank(self.source, self.warn, bar)
+            records = saying_untimed(records, self.source, self.warn)
+            run = summarize(records, is_wanted=self.selection.has_step)
+        if run.broken is None:
+            self.selection.check(run, self.name)
+        elif not run.steps:
+            self._complain(run)
         return run, [step for step in run.steps if self.selection.picks_step(step)]
+
+    def _complain(self, run: RunSummary) -> None:
+        """Say what a trace is broken by, once all before it is shown."""
+        if run.broken is not None:
+            raise InconsistentTraceError(f"{self.name}: {run.broken}") from run.broken
 
     def _seq_ids(self, run: RunSummary, steps: list[StepSummary]) -> list[int]:
         """The requests to show: all, those asked for, or those that were there in these steps."""

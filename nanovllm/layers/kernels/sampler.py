@@ -185,7 +185,7 @@ def _choose(
         temperature = _clamp(tl.load(temperatures + row))
         noise = _noise(_hash(indices, noise_keys + row, num_rows))
         scores = (logit - row_largest) / temperature + noise
-    best = tl.argmax(scores, axis=0, tie_break_left=True)
+    best = tl.minimum(tl.argmax(scores, axis=0, tie_break_left=True), num_chunks - 1)
     tl.store(token_ids + row, tl.load(candidates + row * num_chunks + best).to(tl.int64))
     tl.store(is_finite + row, tl.abs(row_largest) < float("inf"))
 

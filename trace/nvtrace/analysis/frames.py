@@ -9,12 +9,12 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import numpy as np
     import numpy.typing as npt
 
     from nvtrace.analysis.columns import Frame
@@ -37,7 +37,9 @@ def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
     columns = {}
     for column in frame.columns:
         try:
-            columns[column.name] = pd.Series(values[column.name], copy=False).astype(column.dtype)
+            with np.errstate(invalid="ignore"):  # what does not fit is an error below
+                series = pd.Series(values[column.name], copy=False)
+                columns[column.name] = series.astype(column.dtype)
         except (OverflowError, TypeError, ValueError) as error:
             raise FrameError(f"{frame.name}.{column.name} is no {column.dtype}: {error}") from error
     return pd.DataFrame(columns, copy=False)

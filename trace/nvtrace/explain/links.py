@@ -11,6 +11,8 @@ in small letters. Does not know how a chain is found (`request.py`, `step.py`).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from nvtrace.events import Phase, Status  # noqa: TC001 - msgspec reads the annotations
@@ -296,13 +298,21 @@ class Eager(Link, frozen=True, kw_only=True):
     num_tokens: int
 
 
+LateReason = Literal["first", "other_graph", "ranks", "waiting", "unforeseen"]
+
+
 class Replayed(Link, frozen=True, kw_only=True):
-    """The decode was launched as one CUDA graph; rows beyond the batch are padding."""
+    """The decode was launched as one CUDA graph; rows beyond the batch are padding.
+
+    Attributes:
+        late_reason: why it was not launched ahead; None if it was.
+    """
 
     batch_size: int
     graph_batch_size: int
     padding: int
     is_ahead: bool
+    late_reason: LateReason | None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

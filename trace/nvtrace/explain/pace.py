@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nvtrace import events as ev
     from nvtrace.events import Phase
 
-SLOW_FACTOR = 1.5
+SLOW_FACTOR = 1.2
 HOST_PARTS = ("schedule", "prepare", "forward", "sample", "postprocess")
 PARTS = (*HOST_PARTS, "gpu")
 

@@ -97,6 +97,8 @@ class _Watch:
         self.arrivals: list[ev.RequestEnqueue] = []
         self.events: list[ev.AnyEvent] = []
         self.running: list[int] = []
+        self.num_ranks = 1
+        self.replay_before: ev.CudagraphReplay | None = None  # of the step before, if it had one
         self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
         self._follower = Follower()
         self._is_past = False
@@ -132,6 +134,12 @@ class _Watch:
         match event:
             case ev.RequestEnqueue():
                 self.arrivals.append(event)
+            case ev.EngineInit():
+                self.num_ranks = event.tp_size
+            case ev.CudagraphReplay():
+                self.replay_before = event
+            case ev.RunEager():
+                self.replay_before = None
             case ev.ScheduleDecode():
                 self.before = _Before(event)
             case ev.ScheduleMixed():
@@ -218,7 +226,20 @@ def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
                 graph_batch_size=event.graph_batch_size,
                 padding=event.padding,
                 is_ahead=event.is_ahead,
+                late_reason=None if event.is_ahead else _late_reason(watch, event),
             )
+
+
+def _late_reason(watch: _Watch, event: ev.CudagraphReplay) -> links.LateReason:
+    """Why the engine did not begin this decode behind the one before."""
+    if watch.num_ranks > 1:
+        return "ranks"
+    if watch.replay_before is None:
+        return "first"
+    if watch.replay_before.graph_batch_size != event.graph_batch_size:
+        return "other_graph"
+    is_waiting = any(isinstance(own, ev.AdmissionStop) for own in watch.events)
+    return "waiting" if is_waiting or watch.arrivals else "unforeseen"
 
 
 def _decision(watch: _Watch, schedule: Schedule) -> Iterator[links.AnyStep]:

@@ -1,0 +1,185 @@
+"""The fake model behind the real graphs: all of their code but the kernels, on CPU tensors.
+
+Stands in for ModelRunner as `FakeRunner` does, but decodes go through the real `GraphDecoder` and
+`DecodeGraphs`, with their buffers, rows, tables and guesses. What a replay computes, it computes as
+a GPU would: from what is in the buffers, row by row, whoever the rows belong to by now.
+
+Knows what a recorded decode step reads and writes. Does not know how it is recorded.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from nanovllm.engine import llm_engine
+from nanovllm.engine.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
+from nanovllm.engine.graph_decoder import GraphDecoder
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_inputs import Step, prepare_decode
+from nanovllm.models.config import ModelConfig
+from support.fake_runner import FAKE_MODEL, FakeRunner, FakeTokenizer, next_token
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nanovllm.config import Config
+    from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.ranks import Ranks
+    from nanovllm.observer import Observer
+    from support.fake_runner import Settings
+
+_NOTHING = -1  # what a slot holds that nobody has written
+_START = 1  # the digest of no tokens
+
+
+class _Mark:
+    """In place of a CUDA event: everything is over at once."""
+
+    def record(self) -> None:
+        """Nothing is waited for."""
+
+    def synchronize(self) -> None:
+        """Nothing is waited for."""
+
+
+class _Timer:
+    """In place of GpuTimer."""
+
+    @contextmanager
+    def next_stretch(self) -> Iterator[SimpleNamespace]:
+        """Measure nothing."""
+        yield SimpleNamespace(last=_Mark())
+
+
+class _Alone:
+    """In place of Ranks."""
+
+    parallel = SimpleNamespace(world_size=1, await_device=lambda: None)
+
+    def computing(self, _step: Step) -> Any:  # noqa: ANN401 - a context manager
+        """Nobody is told."""
+        return nullcontext()
+
+    def agree(self, value: Any) -> Any:  # noqa: ANN401 - any
+        """Nobody is asked."""
+        return value
+
+
+class _Graph:
+    """In place of a CUDA graph."""
+
+    def __init__(self, runner: GraphRunner, size: int) -> None:
+        self.runner = runner
+        self.size = size
+
+    def replay(self) -> None:
+        """Compute the recorded step."""
+        self.runner.compute_rows(self.size)
+
+
+class GraphRunner(FakeRunner):
+    """Runs decodes as a GPU with graphs would.
+
+    Attributes:
+        row_states: the digest that each row came to in the last replay.
+    """
+
+    def __init__(
+        self, config: Config, model_config: ModelConfig, observer: Observer, ranks: Ranks
+    ) -> None:
+        super().__init__(config, model_config, observer, ranks)
+        num_rows = graph_batch_sizes(config.max_num_seqs)[-1]
+        self.width = -(-config.max_model_len // self.block_size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Event", _Mark)
+            self.buffers = DecodeBuffers(
+                num_rows, self.width, FAKE_MODEL.vocab_size, torch.float32, torch.device("cpu")
+            )
+            unused: Any = None
+            self.graphs = DecodeGraphs(
+                unused, unused, self.buffers, self.block_size, config.max_model_len
+            )
+        graphs: Any = {size: _Graph(self, size) for size in self.graphs.sizes}
+        self.graphs.graphs = graphs
+        self.decoder = GraphDecoder(
+            self.graphs, cast("Ranks", _Alone()), cast("Any", _Timer()), observer
+        )
+        self.row_states = [0] * num_rows
+        self.is_by_graph = False
+        self.num_replays = 0
+
+    def compute_rows(self, size: int) -> None:
+        """What a graph of `size` rows computes, from its buffers and the pages alone."""
+        self.num_replays += 1
+        rows, block_size = self.buffers, self.block_size
+        positions, tables = rows.positions.tolist(), rows.block_tables.tolist()
+        states: list[tuple[int, int]] = []
+        for row, position in enumerate(positions[:size]):
+            token_id = 0
+            if position >= 0:
+                assert position // block_size < self.width, f"row {row} is beyond its table"
+                page, before = tables[row][position // block_size], position - 1
+                digest = _START
+                if position:
+                    slot = tables[row][before // block_size] * block_size + before % block_size
+                    digest = self.cache.get(slot, _NOTHING)
+                digest = hash((digest, int(rows.input_ids[row])))
+                states.append((page * block_size + position % block_size, digest))
+                self.row_states[row] = digest
+                token_id = next_token(digest)
+                rows.positions[row] = position + 1
+            rows.input_ids[row] = rows.token_ids[row] = token_id
+        self.cache.update(states)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """See ModelRunner."""
+        return self.is_by_graph and self.decoder.can_run_ahead
+
+    def launch(self, batch: Batch, engine_step: int) -> None:
+        """See ModelRunner."""
+        self.is_by_graph = False
+        if batch.phase == "decode":
+            inputs = prepare_decode(batch, self.block_size)
+            if self.decoder.can_compute(inputs):
+                self.at("scheduled", batch)
+                was_guessed = self.graphs._ahead is not None
+                num_replays = self.num_replays
+                self.decoder.launch(batch, Step(engine_step, "decode", inputs), inputs)
+                self.is_by_graph = True
+                self.num_ahead += self.num_replays == num_replays
+                self.num_in_vain += was_guessed and self.num_replays > num_replays
+                places = self.decoder._under_way().places
+                self.states = [self.row_states[place] for place in places]
+                contexts = zip(batch.seqs, inputs.block_tables, inputs.context_lens, strict=True)
+                for context in contexts:
+                    self._check_context(*context)
+                self.at("ran", batch)
+                return
+        self.num_in_vain += self.graphs._ahead is not None
+        self.decoder.forget()
+        super().launch(batch, engine_step)
+
+    def token_ids(self, batch: Batch) -> list[int]:
+        """See ModelRunner."""
+        drawn = self.decoder.token_ids() if self.is_by_graph else []
+        return drawn or super().token_ids(batch)
+
+    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
+        """See ModelRunner."""
+        self.decoder.run_ahead(batch, foresight)
+
+
+def make_graph_engine(settings: Settings, observer: Observer | None = None) -> LLMEngine:
+    """Build the real engine around the fake model and the real graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_engine, "ModelRunner", GraphRunner)
+        patch.setattr(llm_engine, "Tokenizer", FakeTokenizer)
+        patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
+        return LLMEngine("fake", observer, **asdict(settings))

@@ -133,8 +133,10 @@ occupancy.round(3)
 # %% [markdown]
 # Two things are worth a second look. The prefill computes 14 times as many tokens as a decode of
 # two, and takes less than 3 times as long. And a decode for two takes hardly longer than a decode
-# for one. A step reads all weights of the model, whatever it computes with them; so a step that
-# computes much is cheap *by the token*. All of scheduling is about that.
+# for one. Whatever a step computes, it goes through the same long chain of operations, layer by
+# layer, and reads all weights of the model once. Which of the two takes the time here, this trace
+# cannot say: it knows how long a forward pass takes, not what it does meanwhile. But whichever it
+# is, a step that computes much is cheap *by the token*. All of scheduling is about that.
 
 # %%
 alone, together = occupancy["ms_a_step"][occupancy["phase"] == "decode"]

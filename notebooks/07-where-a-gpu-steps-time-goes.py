@@ -93,9 +93,9 @@ assert 0.3 < busy["gpu-example"] < 0.5
 # ## How is it hardly ever idle? Launched ahead
 #
 # Between two steps the host must schedule, and the GPU would have to wait. Unless it has been given
-# the next step already: where the scheduler can foresee that the next step will be the same batch,
-# one token further, its graph is launched behind this one. `is_ahead` says so, and `forward_ns`,
-# the launch, is no more than a look: it has been done.
+# the next step already: where the scheduler can foresee that the next step will be this batch, or
+# what is left of it, one token further, its graph is launched behind this one. `is_ahead` says so,
+# and `forward_ns`, the launch, is no more than a look: it has been done.
 
 # %%
 for name, frame in decodes.items():

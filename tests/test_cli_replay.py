@@ -106,7 +106,7 @@ def test_a_trace_that_contradicts_itself_is_shown_up_to_there(
     broken = ROOT / "docs" / "exercises" / "02-the-longer-it-runs-the-fewer-fit.jsonl.zst"
     outcome = call(capsys, "replay", broken, *options)
     assert outcome.code == 3
-    assert "event 58 (BLOCKS_RELEASE) does not follow" in outcome.err
+    assert re.search(r"event \d+ \(BLOCKS_RELEASE\) does not follow", outcome.err)
     assert "prefill" in outcome.out
 
 

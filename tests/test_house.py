@@ -23,7 +23,7 @@ HOUSE_FILES = sorted(
     for file in folder.rglob("*.py")
     if "assets" not in file.parts
 )
-MAX_ENGINE_LINES = 2600
+MAX_ENGINE_LINES = 2_650
 MAX_PROCESS_LINES = 550
 PROCESS_FILES = (  # how the ranks' processes start and end: whoever runs one rank can skip them
     "engine/ranks.py",

@@ -8,7 +8,7 @@
 # make gpu       the tests that need an NVIDIA GPU (make gpu-pair: two)
 # make golden    record the golden trace of the tests anew
 # make exercises record the broken traces of docs/exercises anew
-# make reference write docs/{en,zh}/events.md, docs/columns.md, docs/trace.schema.json from the code
+# make reference write docs/{en,zh}/{events,columns}.md, docs/trace.schema.json from the code
 # make docs      build the docs as a site, in build/site
 # make notebooks run the notebooks, and write them with their outputs
 # make docs-output  run the docs' commands, and put what they print into the pages
@@ -84,7 +84,7 @@ golden: $(VENV)/.dev
 exercises: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.faults
 
-# docs/{en,zh}/events.md, docs/columns.md and docs/trace.schema.json, made from the code.
+# docs/{en,zh}/{events,columns}.md and docs/trace.schema.json, made from the code.
 reference: $(VENV)/.dev
 	$(BIN)/python -m nvtrace.reference docs
 

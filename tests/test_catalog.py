@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 
+from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, Catalog, Language, load_catalog
 from nvtrace.events import Event
 from nvtrace.reference import RECORD_TYPES
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # These are told by their own name in every language: the phases are the article's words.
 _NOT_TRANSLATED = {"phase", "previous", "status"}
+ALL_FRAMES = FRAMES | ANALYSES
 _ENVELOPE = {field.name for field in msgspec.structs.fields(Event)}
 
 
@@ -37,6 +39,12 @@ def codes_of_all_records() -> Iterator[tuple[str, str, str]]:
             if get_origin(field.type) is Literal and field.name not in _NOT_TRANSLATED:
                 for code in get_args(field.type):
                     yield tag, field.name, code
+
+
+def key_of(meanings: dict[str, str], frame: str, column: str) -> str:
+    """Where the catalog has a column's meaning."""
+    own = f"{frame}.{column}"
+    return own if own in meanings else column
 
 
 @pytest.fixture(params=LANGUAGES)
@@ -71,7 +79,8 @@ def test_no_word_is_left_over(language: Language) -> None:
     names = {
         field.name for struct in RECORD_TYPES.values() for field in msgspec.structs.fields(struct)
     }
-    assert set(words) == {"ui", "fields", "events", "scenarios", "check", "reference"}
+    sections = {"ui", "fields", "events", "scenarios", "check", "reference"}
+    assert set(words) - {"columns"} == sections
     assert set(words["events"]) == set(RECORD_TYPES)
     assert set(words["fields"]) - names == {"event"}
     for tag, event in words["events"].items():
@@ -94,6 +103,41 @@ def test_both_languages_have_the_same_sentences_with_the_same_places() -> None:
     # A language may leave out who it is about, but must not ask for what it is not given.
     for key, asked in places(chinese).items():
         assert asked <= places(english)[key] | {"who", "count", "limit"}, key
+
+
+def test_every_frame_and_every_column_has_chinese_words_and_none_is_left_over() -> None:
+    words = raw_words("zh")["columns"]
+    used = {
+        key_of(words["meanings"], frame.name, column.name)
+        for frame in ALL_FRAMES.values()
+        for column in frame.columns
+    }
+    units = {column.unit for frame in ALL_FRAMES.values() for column in frame.columns}
+    assert used == set(words["meanings"])
+    assert set(words["rows"]) == set(words["sources"]) == set(ALL_FRAMES)
+    assert set(words["units"]) == units - {""}
+    assert set(words) == {"rows", "sources", "meanings", "units"}
+
+
+def test_columns_share_chinese_words_only_if_they_share_the_english_ones() -> None:
+    meanings = raw_words("zh")["columns"]["meanings"]
+    english: dict[str, set[str]] = {}
+    for frame in ALL_FRAMES.values():
+        for column in frame.columns:
+            key = key_of(meanings, frame.name, column.name)
+            english.setdefault(key, set()).add(column.meaning)
+    assert {key: said for key, said in english.items() if len(said) > 1} == {}
+
+
+def test_a_column_is_told_in_its_language_and_what_is_unknown_as_it_was_given() -> None:
+    english, chinese = load_catalog("en"), load_catalog("zh")
+    assert english.column("blocks", "ts_ns", "when") == "when"
+    assert chinese.column("blocks", "ts_ns", "when") == "发生时刻"
+    assert chinese.column("kv_use", "step", "the engine_step") == "所属的 engine_step"
+    assert chinese.column("blocks", "moon", "its phase") == "its phase"
+    assert (english.unit("pages"), chinese.unit("pages"), chinese.unit("")) == ("pages", "块", "")
+    assert english.row("kv_use", "a step") == english.source("kv_use", "a step") == "a step"
+    assert chinese.source("kv_use", "steps, blocks") == "steps、blocks"
 
 
 def test_every_sentence_of_the_catalog_is_used_somewhere() -> None:

@@ -28,6 +28,7 @@ from nvtrace.reference import RECORD_TYPES
 from nvtrace_cli.check import Watch
 from support.cli import call
 from support.cli_traces import write_records
+from support.docs import DOCS
 from support.faults import EXERCISES, FAULTS, Fault, record_fault, record_sound
 from support.fuzz import draw_case
 from support.mutations import Mutant, caught_by_kind, is_caught, table, traces
@@ -258,12 +259,16 @@ def test_the_fault_of_an_exercise_is_found_and_the_engine_without_it_is_sound(
     assert list(check(read_trace(shipped, warn=pytest.fail))) == found, "make exercises anew"
 
 
-def test_every_exercise_is_asked_and_solved() -> None:
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_exercise_is_asked_and_solved(language: str) -> None:
     names = {fault.name for fault in FAULTS}
     assert {path.name.partition(".")[0] for path in EXERCISES.glob("*.zst")} == names
-    asked, solved = ((EXERCISES / f"{page}.md").read_text() for page in ("README", "solutions"))
+    asked, solved = (
+        (DOCS / language / f"{page}.md").read_text("utf-8") for page in ("exercises", "solutions")
+    )
     assert [name for name in names if name not in asked or name not in solved] == []
     assert [f.invariant for f in FAULTS if f"`{f.invariant}`" in asked] == []
+    assert [f.invariant for f in FAULTS if f"`{f.invariant}`" not in solved] == []
 
 
 # -- words -----------------------------------------------------------------------------------------

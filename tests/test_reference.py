@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,29 @@ def test_the_document_has_every_event_with_every_field(name: str) -> None:
         assert {line.split("`")[1] for line in section.splitlines() if line[:3] == "| `"} == own
 
 
-def test_the_document_has_every_frame_with_every_column() -> None:
-    text = documents()["columns.md"]
-    names = {f"trace.{name}": frame for name, frame in FRAMES.items()} | ANALYSES
-    for name, frame in names.items():
-        section = text.split(f"### {name}\n")[1].split("\n##")[0]
+@pytest.mark.parametrize("name", ["en/columns.md", "zh/columns.md"])
+def test_the_document_has_every_frame_with_every_column(name: str) -> None:
+    text = documents()[name]
+    headings = {f"trace.{frame.name}": frame for frame in FRAMES.values()} | ANALYSES
+    for heading, frame in headings.items():
+        section = text.split(f"### {heading}\n")[1].split("\n##")[0]
         rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
         assert rows == frame.names
+
+
+@pytest.mark.parametrize("name", ["en/columns.md", "zh/columns.md"])
+def test_a_star_in_the_name_of_several_events_is_a_star(name: str) -> None:
+    """Two of them in a line would else be read as emphasis."""
+    text = documents()[name]
+    assert r"SCHEDULE_\*" in text
+    assert re.findall(r"(?<!\\)\*", text) == []
 
 
 def test_the_tool_writes_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.relative_to(tmp_path).as_posix() for path in files} == set(documents())
-    assert capsys.readouterr().out.count("\n") == len(documents()) == 4
+    assert capsys.readouterr().out.count("\n") == len(documents()) == 5
 
 
 def test_the_tool_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

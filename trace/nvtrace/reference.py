@@ -1,11 +1,11 @@
 """The reference: every event, field and code, from the structs and the word catalogs.
 
-    python -m nvtrace.reference docs      writes there: en/events.md, zh/events.md,
-                                          columns.md, trace.schema.json
+    python -m nvtrace.reference docs      writes there: {en,zh}/events.md, {en,zh}/columns.md,
+                                          trace.schema.json
 
 Knows how a struct's fields become a description. Does not hold a single description itself: the
-shapes are in `events.py` and `envelope.py`, the words in `catalog/`, both for DataFrames in
-`analysis/columns.py`.
+shapes are in `events.py` and `envelope.py`, the words in `catalog/`; of DataFrames, the shapes and
+the English words are in `analysis/columns.py`, only the Chinese ones in `catalog/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from nvtrace.analysis.columns import ANALYSES, FRAMES
-from nvtrace.catalog import load_catalog
+from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.envelope import VERSION, Footer, Header
 from nvtrace.events import EVENT_TYPES, AnyEvent, Event
 from nvtrace.source import calls_of, hook_of
@@ -164,47 +164,27 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# -- docs/columns.md -------------------------------------------------------------------------------
-
-_COLUMNS_INTRODUCTION = """\
-# Columns
-
-What is in each DataFrame, made from `nvtrace.analysis.columns` by `make reference`: do not edit it
-by hand.
-
-```python
-import nvtrace
-from nvtrace.analysis import latency_breakdown
-
-trace = nvtrace.load("trace.jsonl")  # .gz and .zst too, and the other ranks' files beside it
-trace.steps  # a frame; made at its first use, and kept
-trace.table("STEP_END")  # one kind of event, with the fields of the events page
-trace.at(149)  # the engine's whole state after a step
-latency_breakdown(trace.requests)  # an analysis: frames in, a frame out
-```
-
-`seq_id`, `step`, `rank` and `block_id` mean the same everywhere: frames are joined on them. Times
-are nanoseconds of the trace's clock; each rank has its own. What never happened is NA, not 0: a
-column that can hold NA has a dtype with a capital letter, or is `boolean`, `category` or `str`.
-"""
+# -- docs/en/columns.md, docs/zh/columns.md --------------------------------------------------------
 
 
-def columns_markdown() -> str:
-    """The whole of docs/columns.md."""
-    frames = [_frame_section(frame, f"trace.{frame.name}") for frame in FRAMES.values()]
-    analyses = [_frame_section(frame, frame.name) for frame in ANALYSES.values()]
-    return "\n".join(
-        [_COLUMNS_INTRODUCTION, "## Frames", "", *frames, "## Analyses", "", *analyses]
-    )
+def columns_markdown(catalog: Catalog) -> str:
+    """The whole of docs/en/columns.md, or of its Chinese counterpart."""
+    parts = [catalog.reference("columns_introduction"), catalog.reference("frames"), ""]
+    parts += [_frame_section(frame, f"trace.{frame.name}", catalog) for frame in FRAMES.values()]
+    parts += [catalog.reference("analyses"), ""]
+    parts += [_frame_section(frame, frame.name, catalog) for frame in ANALYSES.values()]
+    return "\n".join(parts)
 
 
-def _frame_section(frame: Frame, name: str) -> str:
-    lines = [f"### {name}", "", f"A row is {frame.row}. Made of: {frame.source}.", ""]
-    lines += ["| column | dtype | unit | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{column.name}` | {column.dtype} | {column.unit} | {_cell(column.meaning)} |"
-        for column in frame.columns
-    ]
+def _frame_section(frame: Frame, heading: str, catalog: Catalog) -> str:
+    row = catalog.row(frame.name, frame.row)
+    source = catalog.source(frame.name, frame.source).replace("*", "\\*")  # SCHEDULE_*
+    lines = [f"### {heading}", "", catalog.reference("frame_lead", row=row, source=source), ""]
+    lines += [catalog.reference("column_heads"), "|---|---|---|---|"]
+    for column in frame.columns:
+        meaning = _cell(catalog.column(frame.name, column.name, column.meaning))
+        unit = catalog.unit(column.unit)
+        lines.append(f"| `{column.name}` | {column.dtype} | {unit} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
@@ -224,10 +204,10 @@ def trace_schema() -> dict[str, Any]:
 def documents() -> dict[str, str]:
     """The generated files: name -> content."""
     schema = msgspec.json.format(msgspec.json.encode(trace_schema()), indent=2).decode()
+    catalogs = {language: load_catalog(language) for language in LANGUAGES}
     return {
-        "en/events.md": events_markdown(load_catalog("en")),
-        "zh/events.md": events_markdown(load_catalog("zh")),
-        "columns.md": columns_markdown(),
+        **{f"{name}/events.md": events_markdown(catalog) for name, catalog in catalogs.items()},
+        **{f"{name}/columns.md": columns_markdown(catalog) for name, catalog in catalogs.items()},
         "trace.schema.json": schema + "\n",
     }
 

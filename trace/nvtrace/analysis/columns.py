@@ -1,7 +1,8 @@
 """Columns: what is in each DataFrame, in one place: name, dtype, unit, meaning.
 
-Knows the words. Does not know how a column is filled (`frames.py`, `steps.py` ...), nor pandas:
-docs/columns.md is made from here by `python -m nvtrace.reference docs`.
+Knows the words, in English; the Chinese ones are in `catalog/zh.toml`. Does not know how a column
+is filled (`frames.py`, `steps.py` ...), nor pandas: docs/en/columns.md and docs/zh/columns.md are
+made from here by `python -m nvtrace.reference docs`.
 
 `seq_id`, `step`, `rank` and `block_id` mean the same in every frame: they are what frames are
 joined on. Times are nanoseconds of the trace's clock; each rank has its own. A dtype with a capital

@@ -13,6 +13,13 @@ event structs: a test holds the catalogs against them. An event, field or code t
     [check.invariants]                 an invariant's title, and what it teaches
     [check.facts]                      what a finding compares
     [check.sentences]                  sentences of `nvtrace check`
+    [reference]                        pieces of the pages that `make reference` writes
+    [columns.rows]                     what a row of a DataFrame is
+    [columns.sources]                  what a DataFrame is made of
+    [columns.meanings]                 a column's meaning: "FRAME.COLUMN", or "COLUMN" for the rest
+    [columns.units]                    a unit
+
+`[columns]` is not in `en.toml`: its English words are in `analysis/columns.py`, and are given.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ class Catalog:
         self._scenarios: dict[str, dict[str, str]] = words["scenarios"]
         self._check: dict[str, dict[str, Any]] = words["check"]
         self._reference: dict[str, str] = words["reference"]
+        self._columns: dict[str, dict[str, str]] = words.get("columns", {})
 
     def title(self, tag: str) -> str:
         """An event in a few words."""
@@ -86,8 +94,25 @@ class Catalog:
         return str(self._check["sentences"][key]).format_map(values)
 
     def reference(self, key: str, **values: object) -> str:
-        """A piece of the events page, as `ui`."""
+        """A piece of the events page or the columns page, as `ui`."""
         return self._reference[key].format_map(values)
+
+    def row(self, frame: str, english: str) -> str:
+        """What a row of a DataFrame is, given it in English."""
+        return self._columns.get("rows", {}).get(frame, english)
+
+    def source(self, frame: str, english: str) -> str:
+        """What a DataFrame is made of, given it in English."""
+        return self._columns.get("sources", {}).get(frame, english)
+
+    def column(self, frame: str, column: str, english: str) -> str:
+        """What a column of a DataFrame holds, given it in English."""
+        meanings = self._columns.get("meanings", {})
+        return meanings.get(f"{frame}.{column}", meanings.get(column, english))
+
+    def unit(self, english: str) -> str:
+        """A column's unit, given it in English; "" for none."""
+        return self._columns.get("units", {}).get(english, english)
 
     def ui(self, key: str, **values: object) -> str:
         """A sentence of the command line.

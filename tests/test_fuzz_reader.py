@@ -134,3 +134,14 @@ def test_json_is_escaped_where_a_terminal_would_obey_it() -> None:
     assert escape_json('{"a": "质数 \u202e\x9b31m 😀\U000e0001"}') == (
         '{"a": "质数 \\u202e\\u009b31m 😀\\udb40\\udc01"}'
     )
+
+
+def test_a_step_beyond_all_measure_has_its_place_on_the_axis(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder / "crowded.jsonl").read_text()
+    (tmp_path / "far.jsonl").write_text(text.replace('"step":3,', f'"step":{10**400},'))
+    outcome = call(capsys, "replay", tmp_path / "far.jsonl")
+    assert outcome.code == 3
+    assert "comes after step 1000" in outcome.err
+    assert "prefill" in outcome.out

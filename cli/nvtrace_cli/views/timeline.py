@@ -246,7 +246,7 @@ def _axis(scale: Scale, width: int) -> Text:
     """Round step numbers, each where its step begins."""
     last = scale.first + scale.num_steps - 1
     room = len(str(last)) + 3  # columns a label takes, with the space after it
-    distance = _round_up(room * scale.steps_per_column / scale.columns_per_step)
+    distance = _round_up(-(-room * scale.steps_per_column // scale.columns_per_step))
     ticks = [scale.first, *range(-(-scale.first // distance) * distance, last + 1, distance)]
     characters = [" "] * width
     free_from = 0
@@ -258,7 +258,7 @@ def _axis(scale: Scale, width: int) -> Text:
     return Text("".join(characters).rstrip(), "quiet")
 
 
-def _round_up(number: float) -> int:
+def _round_up(number: int) -> int:
     """The next number of 1, 2, 5, 10, 20, 50 ..."""
     power = 1
     while True:

@@ -45,8 +45,8 @@ class Config:
         max_model_len: length of prompt and completion together, at most; the model's
             max_position_embeddings if that is less.
         gpu_memory_utilization: the share of the device's memory that the engine may fill.
-        tensor_parallel_size: processes that share the model, each with a part of every layer; more
-            than one on a CPU only, in this version.
+        tensor_parallel_size: processes that share the model, each with a part of every layer; on
+            GPUs each has one of its own.
         distributed_timeout: seconds that these processes may wait for the slowest among them.
         enforce_eager: use no CUDA graphs.
         kvcache_block_size: tokens a KV page holds.

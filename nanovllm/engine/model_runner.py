@@ -14,7 +14,7 @@ A step goes one of three ways:
     a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (graph_decoder.py)
 
 With tensor parallelism every rank has a ModelRunner and calls `compute` with the same inputs. Rank
-0 alone lays the batch out and samples (`run`).
+0 alone lays the batch out and samples (`launch`, `token_ids`).
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class ModelRunner:
         return model.compute_logits(model(input_ids, positions))
 
     def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
-        """Say what `run` brought. Apart from it, since a GPU should not wait for what is said."""
+        """Say what was drawn. Apart from that, since a GPU should not wait for what is said."""
         stretch = self._step_stretch  # the tokens are here: so is the end of the GPU's work
         gpu_ns = None if stretch is None else stretch.elapsed_ns()
         if gpu_ns is not None:

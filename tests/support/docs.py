@@ -9,9 +9,7 @@ its own that holds the traces of docs/traces by their names.
 
     ...                some lines are left out here
     # exit code 1      behind a command: how it ends, if not with 0
-    (no output)        it must end with 0 or 1 ("found something"); what it prints is not shown;
-      run              is not run: the recorded trace of that scenario stands in for the new one
-      bench, doctor    are not run: what they say is of the machine
+    (no output)        it must end with 0 or 1 ("found something"); what it prints is not shown
     make, pip, cd ...  belong to the reader's shell: not run (for `make` the target must exist)
 
 For `--write`, a command whose output is the one line `?` gets all of it, `? 1-4, 9` these lines.
@@ -26,7 +24,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,9 +43,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LANGUAGES = {"en": "en_US.UTF-8", "zh": "zh_CN.UTF-8"}
-TRACE_FOLDERS = (DOCS / "traces", DOCS / "en" / "traces", DOCS / "exercises")
+TRACE_FOLDERS = (DOCS / "traces", DOCS / "exercises")
 SHELL_WORDS = {"cd", "git", "make", "pip", "source", "duckdb", "jupyter"}
-OF_THE_MACHINE = {"bench", "doctor"}
 FOUND_SOMETHING = 1
 LEFT_OUT = "..."
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<kind>[\w-]*)")
@@ -190,12 +186,6 @@ class Workplace:
         if name in SHELL_WORDS:
             _check_shell_command(stages[0])
             return None
-        if name == "nvtrace" and not command.output:
-            if stages[0][1] == "run":
-                self._stand_in(stages[0])
-                return None
-            if stages[0][1] in OF_THE_MACHINE:
-                return None
         code, text = self._nvtrace(stages[0]) if name == "nvtrace" else self._process(stages[0])
         for words in stages[1:]:
             code, text = self._process(words, text)
@@ -230,39 +220,11 @@ class Workplace:
         )
         return done.returncode, done.stdout
 
-    def _stand_in(self, words: list[str]) -> None:
-        """Put the recorded trace of a scenario where `nvtrace run` would have put a new one."""
-        if "--list" in words:
-            return
-        scenario = next((word for word in words[2:3] if not word.startswith("-")), "example")
-        is_static = words[-1] == "static" or "--policy static" in " ".join(words)
-        recorded = "static" if is_static else scenario
-        out = words[words.index("--out") + 1] if "--out" in words else "trace.jsonl"
-        source = self.folder / f"{recorded}.jsonl.zst"
-        if not source.exists():
-            raise AssertionError(
-                f"no recorded trace stands in for {' '.join(words)}: {source.name}"
-            )
-        target = self.folder / out
-        target.unlink(missing_ok=True)
-        if out.endswith(".zst"):
-            shutil.copyfile(source, target)
-        else:
-            target.write_bytes(_decompressed(source.resolve()))
-
 
 @cache
 def traces() -> list[Path]:
     """The recorded traces that pages may name."""
     return sorted(path for folder in TRACE_FOLDERS for path in folder.glob("*.jsonl.zst"))
-
-
-@cache
-def _decompressed(path: Path) -> bytes:
-    import zstandard  # noqa: PLC0415 - few pages need it
-
-    with path.open("rb") as file:
-        return zstandard.ZstdDecompressor().stream_reader(file).read()
 
 
 def pipeline(line: str) -> list[list[str]]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 7
 EOS_TOKEN_IDS = (0, 6)
-_START = 1  # the digest of no tokens
+START = 1  # the digest of no tokens
 FAKE_MODEL = ModelConfig(
     architecture="Fake",
     vocab_size=VOCAB_SIZE,
@@ -75,7 +75,7 @@ class Settings:
 
 def digests(token_ids: list[int]) -> list[int]:
     """For each position, what its slot must hold: a digest of all tokens up to it."""
-    held, digest = [], _START
+    held, digest = [], START
     for token_id in token_ids:
         digest = hash((digest, token_id))  # of ints: the same in every process
         held.append(digest)
@@ -197,7 +197,7 @@ class FakeRunner:
             start = context_lens[index] - (stop - first)
             assert inputs.positions[first:stop] == list(range(start, start + stop - first))
             table = None if inputs.block_tables is None else inputs.block_tables[index]
-            state = self._read(table, start - 1) if start else _START
+            state = self._read(table, start - 1) if start else START
             for row in range(first, stop):
                 state = states[row] = hash((state, inputs.input_ids[row]))
         self._write(inputs.slot_mapping, states)
@@ -213,7 +213,7 @@ class FakeRunner:
         states = []
         for index, position in enumerate(inputs.positions):
             assert inputs.context_lens[index] == position + 1
-            state = self._read(inputs.block_tables[index], position - 1) if position else _START
+            state = self._read(inputs.block_tables[index], position - 1) if position else START
             states.append(hash((state, inputs.input_ids[index])))
         self._write(inputs.slot_mapping, states)
         return states
@@ -266,10 +266,12 @@ def _pass_by(_moment: Moment, _batch: Batch) -> None:
     pass
 
 
-def make_engine(settings: Settings, observer: Observer | None = None) -> LLMEngine:
+def make_engine(
+    settings: Settings, observer: Observer | None = None, runner: type[FakeRunner] | None = None
+) -> LLMEngine:
     """Build the real engine around the fake model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_engine, "ModelRunner", FakeRunner)
+        patch.setattr(llm_engine, "ModelRunner", runner or FakeRunner)
         patch.setattr(llm_engine, "Tokenizer", FakeTokenizer)
         patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
         return LLMEngine("fake", observer, **asdict(settings))

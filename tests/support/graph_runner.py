@@ -10,32 +10,29 @@ Knows what a recorded decode step reads and writes. Does not know how it is reco
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from nanovllm.engine import llm_engine
 from nanovllm.engine.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.graph_decoder import GraphDecoder
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_inputs import Step, prepare_decode
-from nanovllm.models.config import ModelConfig
-from support.fake_runner import FAKE_MODEL, FakeRunner, FakeTokenizer, next_token
+from support.fake_runner import FAKE_MODEL, START, FakeRunner, make_engine, next_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.ranks import Ranks
+    from nanovllm.models.config import ModelConfig
     from nanovllm.observer import Observer
     from support.fake_runner import Settings
 
 _NOTHING = -1  # what a slot holds that nobody has written
-_START = 1  # the digest of no tokens
 
 
 class _Mark:
@@ -125,7 +122,7 @@ class GraphRunner(FakeRunner):
             if position >= 0:
                 assert position // block_size < self.width, f"row {row} is beyond its table"
                 page, before = tables[row][position // block_size], position - 1
-                digest = _START
+                digest = START
                 if position:
                     slot = tables[row][before // block_size] * block_size + before % block_size
                     digest = self.cache.get(slot, _NOTHING)
@@ -178,8 +175,4 @@ class GraphRunner(FakeRunner):
 
 def make_graph_engine(settings: Settings, observer: Observer | None = None) -> LLMEngine:
     """Build the real engine around the fake model and the real graphs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_engine, "ModelRunner", GraphRunner)
-        patch.setattr(llm_engine, "Tokenizer", FakeTokenizer)
-        patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
-        return LLMEngine("fake", observer, **asdict(settings))
+    return make_engine(settings, observer, GraphRunner)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import LogitsError
 from nvtrace import events as ev
 from nvtrace import record
 from nvtrace.reader import read_trace
@@ -181,6 +182,27 @@ def test_rows_that_end_unforeseen_leave_the_others_pages_alone(oracle: Oracle) -
     while not llm.is_finished():
         outputs.update({output["seq_id"]: output["token_ids"] for output in llm.step()})
     assert outputs == {i: oracle.greedy(prompts[i], 60) for i in (0, 1, 3)}
+
+
+def test_broken_logits_of_a_step_launched_ahead_end_in_an_error_and_not_the_engine(
+    oracle: Oracle,
+) -> None:
+    prompts = oracle.prompts((5, 9, 14), 30)
+    llm = engine(oracle, attention_backend="triton")
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for prompt in prompts:
+        llm.add_request(prompt, params)
+    for _ in range(6):
+        llm.step()
+    weight = llm.model_runner.model.model.norm.weight.data
+    healthy = weight.clone()
+    weight.fill_(float("nan"))
+    llm.step()  # which was under way already; now one with broken logits is
+    with pytest.raises(LogitsError, match="finite"):
+        llm.step()
+    weight.copy_(healthy)
+    assert llm.is_finished()
+    assert answers(llm, prompts, params) == [oracle.greedy(prompt, 30) for prompt in prompts]
 
 
 def test_drawn_tokens_do_not_depend_on_the_way(oracle: Oracle) -> None:

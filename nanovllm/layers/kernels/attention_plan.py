@@ -2,7 +2,9 @@
 
 Contexts differ. With a program for each of them the longest decides, and the chip waits. So the
 tiles of all contexts are laid end to end, and every worker takes an equal run of them, whosever
-they are. (The idea is stream-K's, of matrix products: Osama and others, 2023.)
+they are. (The idea is stream-K's, of matrix products: Osama and others, 2023.) To turn to another
+sequence takes a worker as long as two tiles, so two more are laid behind the tiles of each, which
+hold nothing (and are not drawn here).
 
         sequences        0             1                     2     3 (padding)
         tiles        | 0  1  2 | 3  4  5  6  7  8  9 10 | 11 12 |
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NUM_EMPTY_TILES = 2  # that lie behind a sequence's
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The pieces of a step's contexts, on the device.
@@ -63,7 +68,7 @@ class AttentionPlan:
     Attributes:
         tiling: its `block_tokens` are a tile.
         num_workers: that share the tiles.
-        seq_ends: (num_seqs,) int32, the tile behind each sequence's last.
+        seq_ends: (num_seqs,) int32, the tile behind each sequence's last, the empty ones included.
         runs: (num_workers, 4) int32, each worker's first tile, the tile behind its last, the
             sequence of the first, and the sequence of the last.
         shared: (num_workers, 2) int32, the sequence that a worker begins and others go on with,
@@ -110,6 +115,7 @@ def plan_attention(context_lens: Tensor, block_tables: Tensor, k_cache: Tensor) 
         *(context_lens, seq_ends, runs, shared, num_seqs),
         block_seqs=next_power_of_two(num_seqs),
         block_tokens=tiling.block_tokens,
+        num_empty_tiles=NUM_EMPTY_TILES,
         is_early=is_early,
         launch_pdl=is_early,
     )
@@ -125,6 +131,7 @@ def _plan(
     num_seqs,
     block_seqs: tl.constexpr,
     block_tokens: tl.constexpr,
+    num_empty_tiles: tl.constexpr,
     is_early: tl.constexpr,
 ):
     """One program a worker; each adds up all the lengths for itself."""
@@ -133,7 +140,8 @@ def _plan(
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
     seqs = tl.arange(0, block_seqs)
     is_seq = seqs < num_seqs
-    num_tiles = tl.cdiv(tl.load(context_lens + seqs, mask=is_seq, other=0), block_tokens)
+    context_len = tl.load(context_lens + seqs, mask=is_seq, other=0)
+    num_tiles = num_tiles_of(context_len, block_tokens, num_empty_tiles)
     ends = tl.cumsum(num_tiles, axis=0)
     num_all = tl.sum(num_tiles, axis=0)
     begin = _first_tile(worker, num_all, num_workers)
@@ -155,6 +163,13 @@ def _plan(
     tl.store(shared + 2 * worker + 1, tl.where(is_shared, num_pieces, 0))
     if worker == 0:
         tl.store(seq_ends + seqs, ends, mask=is_seq)
+
+
+@triton.jit
+def num_tiles_of(context_len, block_tokens: tl.constexpr, num_empty_tiles: tl.constexpr):
+    """Return how many tiles a context is laid out in; none for padding."""
+    num_tiles = tl.cdiv(context_len, block_tokens)
+    return tl.where(num_tiles > 0, num_tiles + num_empty_tiles, 0)
 
 
 @triton.jit

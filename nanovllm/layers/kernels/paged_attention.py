@@ -30,7 +30,7 @@ import torch
 import triton
 from triton import language as tl
 
-from nanovllm.layers.kernels.attention_plan import plan_attention
+from nanovllm.layers.kernels.attention_plan import NUM_EMPTY_TILES, num_tiles_of, plan_attention
 from nanovllm.layers.kernels.grid import ceil_div, next_power_of_two
 from nanovllm.layers.kernels.launch import (
     let_next_start,
@@ -110,6 +110,7 @@ def paged_attention(
         head_dim=head_dim,
         block_size=block_size,
         block_tokens=plan.tiling.block_tokens,
+        num_empty_tiles=NUM_EMPTY_TILES,
         is_early=is_early,
         num_warps=plan.tiling.num_warps,
         num_stages=plan.tiling.num_stages,
@@ -146,6 +147,7 @@ def _attend(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     block_tokens: tl.constexpr,
+    num_empty_tiles: tl.constexpr,
     is_early: tl.constexpr,
 ):
     let_next_start(is_early)
@@ -160,7 +162,7 @@ def _attend(
     first_seq, last_seq = tl.load(runs + 4 * worker + 2), tl.load(runs + 4 * worker + 3)
     for seq in range(first_seq.to(tl.int64), last_seq.to(tl.int64) + 1):
         context_len, seq_end = tl.load(context_lens + seq), tl.load(seq_ends + seq)
-        seq_begin = seq_end - tl.cdiv(context_len, block_tokens)
+        seq_begin = seq_end - num_tiles_of(context_len, block_tokens, num_empty_tiles)
         begin, end = tl.maximum(run_begin, seq_begin), tl.minimum(run_end, seq_end)
         heads = kv_head * group + rows
         places = (seq * num_kv_heads * group + heads)[:, None] * head_dim + columns

@@ -143,11 +143,11 @@ def _qk_norm_rope_write(
     weight_2 = tl.where(
         is_q, tl.load(q_weight + half + columns), tl.load(k_weight + half + columns)
     )
-    wait_for_previous(is_early)
     angle = cos_sin_table + tl.load(positions + token) * 2 * half + columns
     cos, sin = tl.load(angle), tl.load(angle + half)
     slot = tl.load(slot_mapping + token)
     is_real = slot >= 0
+    wait_for_previous(is_early)
 
     offsets = heads * 2 * half + columns
     row = qkv + token * (num_heads + 2 * num_kv_heads) * 2 * half + offsets

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 2048
+SHIFT = tl.constexpr(2**16)  # 2048 places of less than 2048 add up to less than 2**31
 MARGIN = tl.constexpr(1e-4)  # ten times the error of a quick score
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HUGE = tl.constexpr(torch.finfo(torch.float32).max)
@@ -131,24 +132,29 @@ def _find_candidates(
     logit = tl.load(
         logits + row * row_stride + indices, mask=indices < vocab_size, other=-float("inf")
     ).to(tl.float32)
-    is_number = (logit >= 0.0) | (logit < 0.0)
+    is_number = logit == logit  # noqa: PLR0124 -- NaN is not
     logit = tl.where(is_number, logit, float("inf"))  # the second kernel looks for infinities
     chunk_largest = tl.max(logit, axis=0)
     # Less the largest, so that no temperature, however small, makes that one infinite.
-    difference = tl.where(logit > -float("inf"), logit - chunk_largest, -float("inf"))
-    best = tl.argmax(difference, axis=0, tie_break_left=True)
-    if tl.load(is_greedy + row) == 0:
+    difference = logit - chunk_largest
+    places = tl.arange(0, block)
+    if tl.load(is_greedy + row) != 0:
+        best = tl.min(tl.where(difference == 0.0, places, block), axis=0)
+    else:
         temperature = _clamp(tl.load(temperatures + row))
         x = _hash(indices, noise_keys + row, num_rows)
-        num_close = block
+        num_close, best = block, block
         if has_quick_log:
             scores = difference * (1.0 / temperature) + _quick_noise(x)
-            best = tl.argmax(scores, axis=0, tie_break_left=True)
             is_close = scores > tl.max(scores, axis=0) - MARGIN
-            num_close = tl.sum(is_close.to(tl.int32), axis=0)
-        if num_close > 1:
+            # One sum for two: how many are close, and where, which is right if only one is.
+            counted = tl.sum(tl.where(is_close, SHIFT + places, 0), axis=0)
+            num_close, best = counted // SHIFT, counted % SHIFT
+        if num_close != 1:
             scores = difference / temperature + _noise(x)
             best = tl.argmax(scores, axis=0, tie_break_left=True)
+    num_real = tl.minimum(vocab_size - chunk * block, block)
+    best = tl.minimum(best, num_real - 1)  # where all is -inf, or something broken, none was found
     place = row * tl.num_programs(0) + chunk
     tl.store(largest + place, chunk_largest)
     tl.store(candidates + place, chunk * block + best)

@@ -196,7 +196,8 @@ both
 # Two differences are worth knowing. A step takes more here, for as many tokens: it is another
 # engine, and what it holds at its peak is a question for a memory profiler, not for a trace. And
 # the article's engine records its graphs *after* it has given all the room away, so that they come
-# out of the tenth that was to be left alone; here they are recorded first, and counted.
+# out of the tenth that was to be left alone; here the largest of their steps is run before, and
+# what it takes is kept free for them.
 #
 # ## Is it enough?
 #

@@ -4,9 +4,10 @@
 # **Question:** A decode step on a GPU takes so many microseconds. Who needs them, the host, the GPU
 # or the memory, and who waits for whom?
 #
-# It reads three runs on an NVIDIA H200: `gpu-example` (the article's two requests, on the model
-# that ships), `gpu-benchmark` (256 requests, Qwen3-0.6B's shape) and `gpu-preemption` (three
-# requests in too few pages). Before it: [CUDA graphs](../docs/en/concepts/cuda-graphs.md).
+# It reads runs on an NVIDIA H200: `gpu-example` (the article's two requests, on the model that
+# ships), `gpu-benchmark` (256 requests, Qwen3-0.6B's shape) and `gpu-preemption` (three requests in
+# too few pages); in an exercise also `gpu-two-gpus`. Before it: [CUDA
+# graphs](../docs/en/concepts/cuda-graphs.md).
 
 # %%
 from pathlib import Path
@@ -71,9 +72,10 @@ axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=7, frameon=False, 
 plt.show()
 
 # %% [markdown]
-# The grey part, `sample`, is where the host *waits* for the tokens. It is the longest in both runs,
-# and it means opposite things. So ask the other way round: for which share of the period is the GPU
-# at work?
+# In the grey part, `sample`, the host launches the next step and waits for this one's tokens. It is
+# the longest in both runs, and it means opposite things: with the large batch it is nearly all
+# waiting, with the tiny model nearly all launching. So ask the other way round: for which share of
+# the period is the GPU at work?
 
 # %%
 later = {name: frame.iloc[1:] for name, frame in decodes.items()}  # the first waits for a prefill
@@ -153,8 +155,8 @@ table
 
 # %% [markdown]
 # Read the rows of the graph with one row. Launched ahead: both are short. Not ahead, but replayed
-# before: the copies and the launch take some 140 microseconds. And the first replay costs the host
-# some more, and twice the *GPU's* usual time. The same for the other graphs. So it is both, and
+# before: the copies and the launch take some 140 microseconds more. And the first replay costs the
+# host still more, and twice the *GPU's* usual time. It is so with two rows, too. So it is both, and
 # neither is much:
 
 # %%
@@ -363,5 +365,5 @@ check(
 # the host's work is hidden behind it, since the next step is launched before this one has been
 # read. With two requests on a tiny model the memory is no matter, the GPU runs through a chain of
 # small kernels, and more than half of the time it waits for the host. A graph makes hundreds of
-# launches one; the first step of a graph costs some hundred microseconds more, or a millisecond
+# launches one; the first step of a graph costs a few hundred microseconds more, or a millisecond
 # with a large batch, and that is all that is left of the surprise of step 149.

@@ -1,8 +1,8 @@
 """DecodeGraphs: a whole decode step as one launch, from last tokens to next tokens.
 
-A decode step is some two hundred kernels, and the CPU needs longer to launch them one by one than
-the GPU to run them. A CUDA graph is recorded once and launched as a whole. It always runs on the
-same memory, so its inputs live in tensors that never move, and each batch is copied into them:
+A decode step is two to three hundred kernels, and the CPU needs longer to launch them one by one
+than the GPU to run them. A CUDA graph is recorded once and launched as a whole. It always runs on
+the same memory, so its inputs live in tensors that never move, and each batch is copied into them:
 
                         graph of 4 rows, batch of 3          row 3 is padding: position -1
         input_ids       [  t0    t1    t2    -  ]

@@ -51,7 +51,7 @@ MAX_AHEAD = 4  # steps of a weight that the registers hold
 
 
 def is_skinny(num_rows: int) -> bool:
-    """Say whether `skinny_matmul` takes so many rows. With more, cuBLAS is faster."""
+    """Say whether `skinny_matmul` takes so many rows. With more, others are faster."""
     return num_rows <= MAX_ROWS
 
 

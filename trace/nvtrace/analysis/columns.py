@@ -103,7 +103,7 @@ STEPS = Frame(
         Column("wall_ns", "Int64", "ns", "the host's time, the sum of the five below"),
         Column("schedule_ns", "Int64", "ns", "of it, to decide what to compute"),
         Column("prepare_ns", "Int64", "ns", "of it, to lay out the tensors"),
-        Column("forward_ns", "Int64", "ns", "of it, in the model; launch time only, on a GPU"),
+        Column("forward_ns", "Int64", "ns", "of it, in the model; launch time only, on one GPU"),
         Column("sample_ns", "Int64", "ns", "of it, to draw the tokens, or to wait for them"),
         Column("postprocess_ns", "Int64", "ns", "of it, to append them and to end requests"),
         Column("gpu_ns", "Int64", "ns", "the device's own time; NA on a CPU"),

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import Ahead, graph_batch_sizes, smallest_that_holds
+from nanovllm.engine.cuda_graphs import (
+    Ahead,
+    DecodeBuffers,
+    DecodeGraphs,
+    graph_batch_sizes,
+    smallest_that_holds,
+)
 from nanovllm.engine.gpu_timer import GpuTimer
 from nanovllm.engine.graph_decoder import is_sampled_in_graph
 from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
@@ -93,13 +99,25 @@ def test_a_graph_draws_what_needs_no_look_at_the_logits(
     assert is_sampled_in_graph(Sequence(0, [1], params)) == is_in_graph
 
 
+def test_no_temperature_but_0_is_greedy_in_a_graph() -> None:
+    buffers = DecodeBuffers(4, 1, 8, torch.float32, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", lambda: None)
+        graphs = DecodeGraphs(lambda *_: torch.empty(0), lambda *_: None, buffers, 4, 4)
+    temperatures = (0.0, 1e-60, 1e-300, 1.0)
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    graphs.load_sampling([Sequence(row, [1], some) for row, some in enumerate(params)])
+    assert (buffers.temperatures == 0).tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({}, (4, 4096)),
         ({"max_num_seqs": 2}, (2, 4096)),
         ({"max_num_batched_tokens": 100}, (1, 100)),
-        ({"max_model_len": 512, "max_num_batched_tokens": 1300}, (2, 512)),
+        ({"max_model_len": 512, "max_num_batched_tokens": 1300}, (3, 433)),  # and one is left over
+        ({"max_model_len": 9000}, (2, 8192)),
     ],
 )
 def test_the_made_up_prefill_fills_a_step(options: dict[str, int], shape: tuple[int, int]) -> None:

@@ -84,6 +84,18 @@ def test_every_way_gives_transformers_tokens_in_float32(oracle: Oracle, way: str
     assert answers(engine(oracle, **WAYS[way]), prompts) == expected
 
 
+def test_heads_of_128_are_computed_in_float32_too(tmp_path: Path) -> None:
+    oracle = Oracle.create(tmp_path, MODEL | {"head_dim": 128, "num_key_value_heads": 8})
+    prompts = oracle.prompts((1, 40, 300) * 6, 8)  # 18 rows, 2, and in between
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + row % 8, ignore_eos=True)
+        for row in range(len(prompts))
+    ]
+    outputs = engine(oracle, attention_backend="triton").generate(prompts, params)
+    for prompt, output, asked in zip(prompts, outputs, params, strict=True):
+        assert output["token_ids"] == oracle.greedy(prompt, 8)[: asked.max_tokens]
+
+
 @pytest.mark.parametrize("way", WAYS_IN_16_BIT)
 def test_every_way_gives_near_best_tokens_in_bfloat16(oracle: Oracle, way: str) -> None:
     prompts = [random_tokens(length, seed=length) for length in LENGTHS]

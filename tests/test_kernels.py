@@ -22,14 +22,19 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention_sdpa import SdpaBackend
 from nanovllm.layers.kernels.grid import (
     AttentionTiling,
+    PrefillTiling,
     SplitTiling,
+    attention_bytes,
     ceil_div,
     choose_attention_tiling,
+    choose_prefill_tiling,
     choose_row_tiling,
     choose_skinny_tiling,
     choose_split_tiling,
     choose_workers,
     next_power_of_two,
+    prefill_bytes,
+    skinny_bytes,
 )
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -70,7 +75,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # -- grids: anywhere ------------------------------------------------------------------------------
 
 
-FOUR_BESIDE = AttentionTiling(block_tokens=32, num_warps=2, num_stages=7, num_neighbours=4)
+FOUR_BESIDE = AttentionTiling(32, 2, 7, num_neighbours=4, num_empty_tiles=2)
+KIB = 1024
+SHARED_MEMORY = {"T4": 64 * KIB, "A10": 99 * KIB, "A100": 163 * KIB, "H200": 227 * KIB}
+H200 = SHARED_MEMORY["H200"]
 
 
 @pytest.mark.parametrize(
@@ -99,49 +107,80 @@ def test_a_row_is_multiplied_in_one_step_that_fits_in_the_registers(size: int) -
 @given(
     size=st.integers(1, 32768),
     num_weights=st.sampled_from([1, 2]),
-    shared_memory_bytes=st.sampled_from([64 * 1024, 99 * 1024, 227 * 1024]),
+    number_bytes=st.sampled_from([2, 4]),
+    shared_memory_bytes=st.sampled_from([*SHARED_MEMORY.values()]),
 )
 def test_a_skinny_step_is_tensor_core_work_for_each_warp_and_fits(
-    size: int, num_weights: int, shared_memory_bytes: int
+    size: int, num_weights: int, number_bytes: int, shared_memory_bytes: int
 ) -> None:
-    tiling = choose_skinny_tiling(size, num_weights, shared_memory_bytes)
+    tiling = choose_skinny_tiling(size, num_weights, number_bytes, shared_memory_bytes)
     assert tiling.block_outputs in {8, 16}
     assert tiling.block_size % (16 * tiling.num_warps) == 0
-    assert 2 * tiling.block_size * (16 + num_weights * tiling.block_outputs) <= shared_memory_bytes
+    assert skinny_bytes(tiling, size, num_weights, number_bytes) <= shared_memory_bytes
+    if number_bytes == 2 and shared_memory_bytes > SHARED_MEMORY["A10"]:
+        assert tiling.block_size == 1024
 
 
 def test_attention_steps_are_small_where_the_chip_is_crowded_or_has_no_room() -> None:
-    h200, t4 = 227 * 1024, 64 * 1024
-    assert choose_attention_tiling(2048, 256, 132, h200) == FOUR_BESIDE
-    assert choose_attention_tiling(128, 256, 132, h200).block_tokens == 128
-    assert choose_attention_tiling(8, 256, 132, h200).block_tokens == 64
-    assert choose_attention_tiling(8, 256, 40, t4).block_tokens == 32
+    assert choose_attention_tiling(2048, 256, 132, H200) == FOUR_BESIDE
+    assert choose_attention_tiling(128, 256, 132, H200).block_tokens == 128
+    assert choose_attention_tiling(8, 256, 132, H200).block_tokens == 64
+    assert choose_attention_tiling(8, 256, 40, SHARED_MEMORY["T4"]).block_tokens == 32
+
+
+def test_only_small_tiles_make_turning_to_another_sequence_cost_two_of_them() -> None:
+    assert choose_attention_tiling(128, 256, 132, H200).num_empty_tiles == 0
+    assert choose_attention_tiling(8, 256, 132, H200).num_empty_tiles == 0
 
 
 @given(
     num_programs=st.integers(1, 5000),
     head_bytes=st.sampled_from([32, 64, 128, 256, 512, 1024]),
-    shared_memory_bytes=st.sampled_from([64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024]),
+    shared_memory_bytes=st.sampled_from([*SHARED_MEMORY.values()]),
 )
-def test_attention_programs_side_by_side_fit_into_the_shared_memory(
+def test_attention_programs_fit_into_the_shared_memory_alone_and_side_by_side(
     num_programs: int, head_bytes: int, shared_memory_bytes: int
 ) -> None:
     tiling = choose_attention_tiling(num_programs, head_bytes, 132, shared_memory_bytes)
     num_steps_ahead = (tiling.num_stages - 1) // 2
     num_bytes = num_steps_ahead * tiling.block_tokens * 2 * head_bytes
     assert tiling.num_neighbours <= 2 or tiling.num_neighbours * num_bytes <= shared_memory_bytes
+    one = attention_bytes(tiling.block_tokens, tiling.num_stages, head_bytes)
+    assert one <= shared_memory_bytes
 
 
-@given(num_rows=st.integers(1, 256), num_outputs=st.integers(1, 3000), size=st.integers(1, 4096))
-def test_the_parts_of_a_product_fit_do_not_crowd_the_chip_and_are_none_of_them_empty(
-    num_rows: int, num_outputs: int, size: int
+@pytest.mark.parametrize("shared_memory_bytes", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
+@pytest.mark.parametrize("head_bytes", [32, 64, 128, 256, 512, 1024])
+def test_a_prefills_program_fits_into_the_shared_memory(
+    head_bytes: int, shared_memory_bytes: int
 ) -> None:
-    tiling = choose_split_tiling(num_rows, num_outputs, size, 132)
+    tiling = choose_prefill_tiling(head_bytes, shared_memory_bytes)
+    assert prefill_bytes(tiling, head_bytes) <= shared_memory_bytes
+    if head_bytes <= 256 and shared_memory_bytes > SHARED_MEMORY["T4"]:
+        assert tiling == PrefillTiling(block_rows=64, block_tokens=64, num_stages=3)
+
+
+def split_tiling(
+    num_rows: int, num_outputs: int, size: int, number_bytes: int = 2
+) -> SplitTiling | None:
+    return choose_split_tiling(num_rows, num_outputs, size, number_bytes, 132, H200)
+
+
+@given(
+    num_rows=st.integers(1, 256),
+    num_outputs=st.integers(1, 3000),
+    size=st.integers(1, 4096),
+    number_bytes=st.sampled_from([2, 4]),
+)
+def test_the_parts_of_a_product_fit_do_not_crowd_the_chip_and_are_none_of_them_empty(
+    num_rows: int, num_outputs: int, size: int, number_bytes: int
+) -> None:
+    tiling = split_tiling(num_rows, num_outputs, size, number_bytes)
     if tiling is None:
         return
     num_lines = tiling.block_rows + tiling.block_outputs
-    num_bytes = 2 * num_lines * tiling.block_size * tiling.num_stages
-    assert 227 * 1024 // 2 < num_bytes <= 227 * 1024  # one a multiprocessor
+    num_bytes = number_bytes * num_lines * tiling.block_size * tiling.num_stages
+    assert H200 // 2 < num_bytes <= H200  # one a multiprocessor
     num_blocks = ceil_div(num_rows, tiling.block_rows) * ceil_div(num_outputs, tiling.block_outputs)
     assert 1 < tiling.num_parts <= 132 // num_blocks
     assert tiling.num_parts * tiling.block_size <= size
@@ -149,7 +188,7 @@ def test_the_parts_of_a_product_fit_do_not_crowd_the_chip_and_are_none_of_them_e
 
 @pytest.mark.parametrize("num_rows", [32, 100, 256])
 def test_the_chip_is_filled_by_a_product_that_is_split(num_rows: int) -> None:
-    tiling = choose_split_tiling(num_rows, 1024, 3072, 132)
+    tiling = split_tiling(num_rows, 1024, 3072)
     assert tiling is not None
     assert ceil_div(num_rows, tiling.block_rows) * 1024 // 64 * tiling.num_parts == 128
 
@@ -158,7 +197,18 @@ def test_the_chip_is_filled_by_a_product_that_is_split(num_rows: int) -> None:
     ("num_rows", "num_outputs", "size"), [(257, 1024, 3072), (64, 152_000, 1024), (64, 6144, 1024)]
 )
 def test_a_large_product_is_left_to_cublas(num_rows: int, num_outputs: int, size: int) -> None:
-    assert choose_split_tiling(num_rows, num_outputs, size, 132) is None
+    assert split_tiling(num_rows, num_outputs, size) is None
+
+
+def test_a_product_is_split_with_fewer_loads_ahead_or_not_at_all_where_memory_is_short() -> None:
+    sizes = {"num_rows": 64, "num_outputs": 1024, "size": 3072, "num_multiprocessors": 132}
+    found = [
+        choose_split_tiling(**sizes, number_bytes=number_bytes, shared_memory_bytes=99 * KIB)
+        for number_bytes in (2, 4)
+    ]
+    assert found[0] is not None
+    assert found[0].num_stages == 3
+    assert found[1] is None
 
 
 def test_the_engine_is_imported_without_triton() -> None:
@@ -280,7 +330,7 @@ def test_a_skinny_product_is_norm_then_linear_then_addition(
 def test_a_split_product_is_linear_in_parts(
     num_outputs: int, size: int, num_rows: int, dtype: torch.dtype
 ) -> None:
-    tiling = choose_split_tiling(num_rows, num_outputs, size, 132)
+    tiling = split_tiling(num_rows, num_outputs, size)
     assert tiling is not None
     for _ in range(NUM_REPEATS):
         check_split(num_rows, num_outputs, size, dtype, tiling)
@@ -401,7 +451,7 @@ def test_a_plan_gives_each_worker_as_many_tiles_as_any_other(lens: list[int]) ->
     tables = torch.zeros(len(lens), 16, dtype=torch.int32, device="cuda")
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     plan = kernel("attention_plan", "plan_attention")(context_lens, tables, k_cache)
-    num_empty: int = kernel("attention_plan", "NUM_EMPTY_TILES")
+    num_empty = plan.tiling.num_empty_tiles
     num_tiles = [ceil_div(some, plan.tiling.block_tokens) + num_empty * bool(some) for some in lens]
     ends = torch.tensor(num_tiles).cumsum(0).tolist()
     assert plan.seq_ends.tolist() == ends
@@ -426,15 +476,16 @@ def test_a_plan_gives_each_worker_as_many_tiles_as_any_other(lens: list[int]) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("group", [1, 3, 20])
-def test_paged_attention_packs_any_number_of_heads(
-    group: int, head_dim: int, dtype: torch.dtype
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("num_copies", "group"), [(1, 1), (1, 3), (1, 20), (20, 2), (80, 2)])
+def test_paged_attention_packs_any_number_of_heads_of_any_size(
+    num_copies: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    k_cache, v_cache, tables = paged([100, 33], 16, 2, head_dim, dtype)
-    context_lens = torch.tensor([100, 33], dtype=torch.int32, device="cuda")
-    q = normal(2, 2 * group, head_dim, dtype=dtype)
+    lens = [100, 33] * num_copies
+    k_cache, v_cache, tables = paged(lens, 16, 2, head_dim, dtype)
+    context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    q = normal(len(lens), 2 * group, head_dim, dtype=dtype)
     attend = kernel("paged_attention", "paged_attention")
     found = attend(q, k_cache, v_cache, tables, context_lens, head_dim**-0.5)
     nothing = torch.tensor([0], device="cuda")
@@ -452,19 +503,21 @@ def test_paged_attention_packs_any_number_of_heads(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize(
+    ("block_size", "head_dim"), [(1, 128), (5, 128), (16, 128), (256, 128), (256, 256), (16, 32)]
+)
 def test_prefill_attention_is_the_plain_one_from_pages_and_in_one_piece(
-    block_size: int, dtype: torch.dtype
+    block_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     new_lens, lens = [3, 1, 700, 20], [3, 640, 1000, 20]
-    k_cache, v_cache, tables = paged(lens, block_size, 8, 128, dtype)
-    q = normal(sum(new_lens), 16, 128, dtype=dtype)
+    k_cache, v_cache, tables = paged(lens, block_size, 8, head_dim, dtype)
+    q = normal(sum(new_lens), 16, head_dim, dtype=dtype)
     begins_q, begins_k = (
         torch.tensor([0, *some], device="cuda").cumsum(0).int() for some in (new_lens, lens)
     )
     slots = [slots_of(tables[row], some, block_size) for row, some in enumerate(lens)]
-    k, v = (cache.view(-1, 8, 128)[torch.cat(slots)] for cache in (k_cache, v_cache))
+    k, v = (cache.view(-1, 8, head_dim)[torch.cat(slots)] for cache in (k_cache, v_cache))
     expected = torch.cat(
         [
             functional.scaled_dot_product_attention(
@@ -577,7 +630,7 @@ def test_a_captured_chain_of_split_products_gives_what_the_same_calls_give(num_r
     add_rms_norm = kernel("norm", "add_rms_norm")
     weights = [normal(1024, 1024, dtype=torch.bfloat16, scale=0.03) for _ in range(20)]
     norm_weight = normal(1024, dtype=torch.bfloat16)
-    tiling = choose_split_tiling(num_rows, 1024, 1024, 132)
+    tiling = split_tiling(num_rows, 1024, 1024)
     assert tiling is not None
 
     def chain(x: Tensor) -> Tensor:

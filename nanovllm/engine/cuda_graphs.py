@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.layers.sampler import FLOAT32
 from nanovllm.utils.context import Context, forward_context
 
 if TYPE_CHECKING:
@@ -287,7 +288,9 @@ class DecodeGraphs:
     def load_sampling(self, seqs: list[Sequence]) -> None:
         """Copy how the loaded rows, which are those of `seqs`, are sampled."""
         rows = self.buffers
-        _copy("f", [seq.sampling_params.temperature for seq in seqs], rows.temperatures)
+        temperatures = [seq.sampling_params.temperature for seq in seqs]
+        # The least that is not 0, which would be greedy, in float32 either.
+        _copy("f", [t and max(t, FLOAT32.tiny) for t in temperatures], rows.temperatures)
         _copy("Q", [seq.seed % 2**64 for seq in seqs], rows.seeds)
 
     def replay(self, size: int, places: list[int], arrival: torch.cuda.Event) -> Launched:

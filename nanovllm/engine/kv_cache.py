@@ -73,7 +73,7 @@ class StepMemory:
 
     Attributes:
         peak_bytes: the most that was allocated at once.
-        current_bytes: what is allocated between steps: the weights.
+        current_bytes: what is allocated between steps: the weights, and a page to try with.
         graph_pool_bytes: the room that the CUDA graphs will need, by the largest one.
     """
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def largest_prefill(config: Config) -> tuple[int, int]:
-    """Number and length of the prompts that fill a step: as long as can be, so as many as fit."""
-    seq_len = min(config.max_num_batched_tokens, config.max_model_len)
-    num_seqs = min(config.max_num_batched_tokens // seq_len, config.max_num_seqs)
-    return num_seqs, seq_len
+    """Number and length of the equal prompts that fill a step: as few as can be, so as long."""
+    num_seqs = -(-config.max_num_batched_tokens // config.max_model_len)
+    num_seqs = min(num_seqs, config.max_num_seqs)
+    return num_seqs, min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
 
 
 @torch.inference_mode()
@@ -57,8 +57,9 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
     logits = _prefill(runner, num_seqs, seq_len)
     if runner.ranks.parallel.rank == 0:
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        logits = torch.zeros((num_rows, model_config.vocab_size), device=device)
-        _sample(runner, logits)
+        shape = num_rows, model_config.vocab_size
+        logits = torch.zeros(shape, dtype=runner.dtype, device=device)
+        _sample(runner, logits.float())  # which lie there in the model's dtype, too
     del logits
     runner.ranks.parallel.await_device()
     torch.cuda.synchronize(device)

@@ -123,7 +123,7 @@ class Sampler(nn.Module):
     def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Return scaled logits with noise, (num_rows, vocab_size); greedy rows are meaningless."""
         # Less the largest, so that no temperature, however small, makes that one infinite; and
-        # clamped, since 1e-60 and 1e300 are temperatures, but 0 and infinity in float32.
+        # clamped, since 1e-60 is a temperature, but 0 in float32, and 1e300 would be infinity.
         differences = logits - logits.amax(dim=-1, keepdim=True)
         scores = differences / params.temperatures.clamp(FLOAT32.tiny, FLOAT32.max).unsqueeze(1)
         if params.filtered_rows is not None:

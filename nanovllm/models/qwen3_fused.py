@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from nanovllm.layers.kernels.activation import silu_and_mul
 from nanovllm.layers.kernels.grid import choose_split_tiling
-from nanovllm.layers.kernels.launch import num_multiprocessors, starts_early
+from nanovllm.layers.kernels.launch import num_multiprocessors, shared_memory_bytes, starts_early
 from nanovllm.layers.kernels.norm import add_rms_norm
 from nanovllm.layers.kernels.rotary import qk_norm_rope_write
 from nanovllm.layers.kernels.skinny_matmul import is_skinny, skinny_matmul
@@ -128,7 +128,10 @@ class FusedQwen3:
         if self.parallel.world_size == 1 and starts_early(x.device):
             num_outputs, size = linear.weight.shape
             multiprocessors = num_multiprocessors(x.device)
-            tiling = choose_split_tiling(len(x), num_outputs, size, multiprocessors)
+            tiling = choose_split_tiling(
+                *(len(x), num_outputs, size, x.element_size()),
+                *(multiprocessors, shared_memory_bytes(x.device)),
+            )
             if tiling is not None:
                 return split_matmul(x, linear.weight, tiling)
         output: Tensor = linear(x)

@@ -3,8 +3,8 @@
 Contexts differ. With a program for each of them the longest decides, and the chip waits. So the
 tiles of all contexts are laid end to end, and every worker takes an equal run of them, whosever
 they are. (The idea is stream-K's, of matrix products: Osama and others, 2023.) To turn to another
-sequence takes a worker as long as two tiles, so two more are laid behind the tiles of each, which
-hold nothing (and are not drawn here).
+sequence takes a worker as long as two small tiles. So where tiles are small, two more are laid
+behind those of each, which hold nothing (and are not drawn here).
 
         sequences        0             1                     2     3 (padding)
         tiles        | 0  1  2 | 3  4  5  6  7  8  9 10 | 11 12 |
@@ -56,9 +56,6 @@ from nanovllm.layers.kernels.launch import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-NUM_EMPTY_TILES = 2  # that lie behind a sequence's
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,7 @@ def plan_attention(context_lens: Tensor, block_tables: Tensor, k_cache: Tensor) 
         *(context_lens, seq_ends, runs, shared, num_seqs),
         block_seqs=next_power_of_two(num_seqs),
         block_tokens=tiling.block_tokens,
-        num_empty_tiles=NUM_EMPTY_TILES,
+        num_empty_tiles=tiling.num_empty_tiles,
         is_early=is_early,
         launch_pdl=is_early,
     )

@@ -8,13 +8,15 @@ Knows no tensor and no Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_TOKENS_A_WORKER = 32  # less, and a program ends before its loads have got going
 MAX_NEIGHBOURS = 4  # attention's programs a multiprocessor: more have no registers
 SOME_MORE_BYTES = 6 * 1024  # that a program of attention takes beside what it loads ahead
+MIN_BLOCK = 16  # rows or tokens: the least that a tensor core multiplies
+MAX_AHEAD = 4  # steps of a weight that the registers hold
 SHORT_ROW = 2048  # of a weight: 16 of them fit in the registers of a program
-SOME_SHARED_MEMORY = 96 * 1024  # a program's on an A10; a T4 has 64 KiB
+SOME_SHARED_MEMORY = 96 * 1024  # a program's on an A10 is a little more; a T4 has 64 KiB
 LARGE_SHARED_MEMORY = 160 * 1024  # a program's on an A100 or better
 MIN_SPLIT_BLOCK = 64  # rows: the least that Hopper's tensor cores multiply at once
 MAX_SPLIT_ROWS = 256
@@ -67,12 +69,30 @@ class AttentionTiling:
         num_stages: how far the loads are ahead of the arithmetic: 3, 5, 7 mean 1, 2, 3 steps
             (each has two kinds of loads, the page's number and then what is on it).
         num_neighbours: programs that share a multiprocessor.
+        num_empty_tiles: that the plan lays behind a sequence's, for the time it takes to turn to
+            another one.
     """
 
     block_tokens: int
     num_warps: int
     num_stages: int
     num_neighbours: int
+    num_empty_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiling:
+    """How a prefill's attention is cut.
+
+    Attributes:
+        block_rows: queries a program.
+        block_tokens: keys a step of the program's loop.
+        num_stages: steps that are loaded ahead of the arithmetic, and the one at work.
+    """
+
+    block_rows: int
+    block_tokens: int
+    num_stages: int
 
 
 def next_power_of_two(size: int) -> int:
@@ -128,7 +148,8 @@ def choose_attention_tiling(
     Where several programs share a multiprocessor, small steps of many keep the memory busy. There
     must be just as many as fit: with fewer, one multiprocessor gets more of them than another, and
     the equal shares of its programs take longer. Where each is alone, it must ask for more at a
-    time, if there is room for it. (Where only one fits, two of small steps take turns.)
+    time, if there is room for it. (Where only one fits, two of small steps take turns.) Heads that
+    are so large that not even one program fits get smaller steps.
 
     Args:
         num_programs: sequences times KV heads.
@@ -136,15 +157,62 @@ def choose_attention_tiling(
         num_multiprocessors: of the GPU.
         shared_memory_bytes: that one program may take.
     """
-    if num_programs > num_multiprocessors or shared_memory_bytes < LARGE_SHARED_MEMORY:
-        bytes_ahead = 3 * 32 * 2 * head_bytes  # steps, tokens, key and value
-        num_neighbours = shared_memory_bytes // (bytes_ahead + SOME_MORE_BYTES)
-        return AttentionTiling(
-            *(32, 2, 7), num_neighbours=max(min(num_neighbours, MAX_NEIGHBOURS), 2)
-        )
-    if 2 * num_programs > num_multiprocessors:
-        return AttentionTiling(block_tokens=128, num_warps=4, num_stages=5, num_neighbours=1)
-    return AttentionTiling(block_tokens=64, num_warps=4, num_stages=9, num_neighbours=1)
+    is_crowded = num_programs > num_multiprocessors or shared_memory_bytes < LARGE_SHARED_MEMORY
+    if is_crowded:
+        block_tokens, num_warps, num_stages = 32, 2, 7
+    elif 2 * num_programs > num_multiprocessors:
+        block_tokens, num_warps, num_stages = 128, 4, 5
+    else:
+        block_tokens, num_warps, num_stages = 64, 4, 9
+    while attention_bytes(block_tokens, num_stages, head_bytes) > shared_memory_bytes:
+        if block_tokens > 32:  # noqa: PLR2004 -- tokens: fewer cost more than fewer steps ahead
+            block_tokens //= 2
+        elif num_stages > 3:  # noqa: PLR2004 -- one step ahead
+            num_stages -= 2
+        else:
+            block_tokens = MIN_BLOCK
+            break
+    if not is_crowded:
+        return AttentionTiling(block_tokens, num_warps, num_stages, 1, num_empty_tiles=0)
+    bytes_ahead = (num_stages - 1) // 2 * block_tokens * 2 * head_bytes
+    num_neighbours = shared_memory_bytes // (bytes_ahead + SOME_MORE_BYTES)
+    num_neighbours = max(min(num_neighbours, MAX_NEIGHBOURS), 2)
+    return AttentionTiling(block_tokens, num_warps, num_stages, num_neighbours, num_empty_tiles=2)
+
+
+def attention_bytes(block_tokens: int, num_stages: int, head_bytes: int) -> int:
+    """Return the shared memory that a program of a decode's attention takes at most.
+
+    That is keys and values of the `(num_stages - 1) // 2` steps ahead, the queries, and a row of
+    scores for each of them. (Measured: what the compiler says of 16 and 32 bit, heads of 32 to 256,
+    compute capabilities from 8.0 to 12.0.)
+    """
+    num_keys_and_values = (num_stages - 1) // 2 * block_tokens * 2
+    return (num_keys_and_values + MIN_BLOCK) * head_bytes + MIN_BLOCK * block_tokens * 4 + 128
+
+
+def choose_prefill_tiling(head_bytes: int, shared_memory_bytes: int) -> PrefillTiling:
+    """Return how a prefill's attention is cut: as large as fits, up to 64 rows and 64 keys.
+
+    Args:
+        head_bytes: one token's key of one head.
+        shared_memory_bytes: that one program may take.
+    """
+    for cut in ((64, 64, 3), (64, 32, 3), (64, 16, 3), (32, 16, 3), (16, 16, 3)):
+        tiling = PrefillTiling(*cut)
+        if prefill_bytes(tiling, head_bytes) <= shared_memory_bytes:
+            return tiling
+    return PrefillTiling(block_rows=16, block_tokens=16, num_stages=2)
+
+
+def prefill_bytes(tiling: PrefillTiling, head_bytes: int) -> int:
+    """Return the shared memory that a program of a prefill's attention takes at most.
+
+    (Measured as in `attention_bytes`. Heads of less than 256 bytes take a little more, and fit
+    anywhere.)
+    """
+    num_keys_and_values = (tiling.num_stages - 1) * tiling.block_tokens * 2
+    return (num_keys_and_values + 2 * tiling.block_rows) * head_bytes
 
 
 def choose_row_tiling(size: int) -> Tiling:
@@ -158,22 +226,53 @@ def choose_row_tiling(size: int) -> Tiling:
     return Tiling(block_outputs, block_size, num_warps=4)
 
 
-def choose_skinny_tiling(size: int, num_weights: int, shared_memory_bytes: int) -> Tiling:
+def choose_skinny_tiling(
+    size: int, num_weights: int, number_bytes: int, shared_memory_bytes: int
+) -> Tiling:
     """Return the tiling of a product with 2 to 16 rows.
 
     Args:
         size: of a row of the weight.
         num_weights: 2 where gate and up are done at once, else 1.
+        number_bytes: of a number of the weight.
         shared_memory_bytes: that one program may take.
     """
-    if shared_memory_bytes < SOME_SHARED_MEMORY:
-        return Tiling(block_outputs=8, block_size=512, num_warps=4)
-    block_outputs = 8 if num_weights > 1 or size > SHORT_ROW else 16
-    return Tiling(block_outputs, block_size=1024, num_warps=4)
+    has_room = shared_memory_bytes >= SOME_SHARED_MEMORY
+    block_outputs = 16 if has_room and num_weights == 1 and size <= SHORT_ROW else 8
+    tiling = Tiling(block_outputs, block_size=1024 if has_room else 512, num_warps=4)
+    while skinny_bytes(tiling, size, num_weights, number_bytes) > shared_memory_bytes:
+        if tiling.block_size == MIN_BLOCK * tiling.num_warps:
+            break
+        tiling = replace(tiling, block_size=tiling.block_size // 2)
+    return tiling
+
+
+def num_skinny_ahead(tiling: Tiling, size: int, num_weights: int) -> int:
+    """Return how many steps of a weight are loaded before anything else, into registers."""
+    return min(ceil_div(size, tiling.block_size), MAX_AHEAD // num_weights)
+
+
+def skinny_bytes(tiling: Tiling, size: int, num_weights: int, number_bytes: int) -> int:
+    """Return the shared memory that a program of `skinny_matmul` takes at most.
+
+    That is a step of the rows, and the weights' of all steps that were loaded ahead, on their way
+    to the tensor cores; of a very long row, two steps of both. (Measured as in `attention_bytes`.)
+    """
+    num_ahead = num_skinny_ahead(tiling, size, num_weights)
+    a_step = tiling.block_outputs * num_weights
+    num_lines = MIN_BLOCK + a_step * num_ahead
+    if size > num_ahead * tiling.block_size:
+        num_lines = max(num_lines, 2 * (MIN_BLOCK + a_step))
+    return num_lines * tiling.block_size * number_bytes
 
 
 def choose_split_tiling(
-    num_rows: int, num_outputs: int, size: int, num_multiprocessors: int
+    num_rows: int,
+    num_outputs: int,
+    size: int,
+    number_bytes: int,
+    num_multiprocessors: int,
+    shared_memory_bytes: int,
 ) -> SplitTiling | None:
     """Return how to split a product with some dozens of rows, None where cuBLAS is faster.
 
@@ -184,7 +283,9 @@ def choose_split_tiling(
         num_rows: of `x`.
         num_outputs: rows of the weight.
         size: of a row of either.
+        number_bytes: of a number of either.
         num_multiprocessors: of the GPU.
+        shared_memory_bytes: that one program may take.
     """
     if num_rows > MAX_SPLIT_ROWS or num_outputs * size > MAX_SPLIT_WEIGHT:
         return None
@@ -195,10 +296,9 @@ def choose_split_tiling(
     num_parts = 1
     while 2 * num_parts * num_blocks <= num_multiprocessors and 2 * num_parts * block_size <= size:
         num_parts *= 2
-    if num_parts == 1:
+    bytes_of_a_stage = (block_rows + MIN_SPLIT_BLOCK) * block_size * number_bytes
+    num_stages = min(4 if is_small else 5, shared_memory_bytes // bytes_of_a_stage)
+    if num_parts == 1 or num_stages < 2:  # noqa: PLR2004 -- the one at work, and one ahead
         return None
-    return SplitTiling(
-        *(block_rows, MIN_SPLIT_BLOCK, block_size, num_parts),
-        num_warps=4 if is_small else 8,
-        num_stages=4 if is_small else 5,
-    )
+    num_warps = 4 if is_small else 8
+    return SplitTiling(block_rows, MIN_SPLIT_BLOCK, block_size, num_parts, num_warps, num_stages)

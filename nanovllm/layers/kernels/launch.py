@@ -9,9 +9,9 @@ Launch). It does whatever needs no result of its predecessor, and then waits:
 
 So the start of a kernel, and its first loads, cost nothing. Two rules keep it right: every program
 waits before it touches what another kernel writes or reads, and every kernel waits, also the one
-that needs nothing, so that "my predecessor has ended" means "all of them have". (A kernel of torch
-never starts early. What was written before the embedding, which is one, the layers may read at
-once: a step's positions and slots.)
+that needs nothing, so that "my predecessor has ended" means "all of them have". (The embedding is a
+kernel of torch's own, launched the ordinary way: it starts when all before it has ended. So what
+was written before it the layers may read at once: a step's positions and slots.)
 
 Knows no layer.
 """

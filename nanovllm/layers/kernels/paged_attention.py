@@ -30,7 +30,7 @@ import torch
 import triton
 from triton import language as tl
 
-from nanovllm.layers.kernels.attention_plan import NUM_EMPTY_TILES, num_tiles_of, plan_attention
+from nanovllm.layers.kernels.attention_plan import num_tiles_of, plan_attention
 from nanovllm.layers.kernels.grid import ceil_div, next_power_of_two
 from nanovllm.layers.kernels.launch import (
     let_next_start,
@@ -110,7 +110,7 @@ def paged_attention(
         head_dim=head_dim,
         block_size=block_size,
         block_tokens=plan.tiling.block_tokens,
-        num_empty_tiles=NUM_EMPTY_TILES,
+        num_empty_tiles=plan.tiling.num_empty_tiles,
         is_early=is_early,
         num_warps=plan.tiling.num_warps,
         num_stages=plan.tiling.num_stages,

@@ -9,6 +9,7 @@
 Keys and values come in one piece, or, where something is cached, from the pages.
 
 Tuned for nothing but 64 rows and 64 keys a step, which is about as fast as flash-attn 2 on Hopper.
+(Less where a head is so large, or a GPU so small, that these do not fit.)
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -22,12 +23,13 @@ import torch
 import triton
 from triton import language as tl
 
-from nanovllm.layers.kernels.grid import ceil_div
+from nanovllm.layers.kernels.grid import ceil_div, choose_prefill_tiling
 from nanovllm.layers.kernels.launch import (
     let_next_start,
     require_heads,
     require_same_dtype,
     require_shape,
+    shared_memory_bytes,
     starts_early,
     wait_for_previous,
 )
@@ -35,10 +37,7 @@ from nanovllm.layers.kernels.launch import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK_ROWS = 64
-BLOCK_TOKENS = 64
 NUM_WARPS = 4
-NUM_STAGES = 3
 
 
 def prefill_attention(
@@ -88,7 +87,8 @@ def prefill_attention(
     out = torch.empty_like(q)
     if num_tokens:
         is_early = starts_early(q.device)
-        _attend_causally[(ceil_div(max_seqlen_q, BLOCK_ROWS), num_heads, num_seqs)](
+        tiling = choose_prefill_tiling(head_dim * q.element_size(), shared_memory_bytes(q.device))
+        _attend_causally[(ceil_div(max_seqlen_q, tiling.block_rows), num_heads, num_seqs)](
             q,
             k,
             v,
@@ -105,11 +105,11 @@ def prefill_attention(
             head_dim=head_dim,
             block_size=1 if block_tables is None else k.shape[1],
             has_pages=block_tables is not None,
-            block_rows=BLOCK_ROWS,
-            block_tokens=BLOCK_TOKENS,
+            block_rows=tiling.block_rows,
+            block_tokens=tiling.block_tokens,
             is_early=is_early,
             num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
+            num_stages=tiling.num_stages,
             launch_pdl=is_early,
         )
     return out

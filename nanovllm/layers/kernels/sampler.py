@@ -198,7 +198,7 @@ def _choose(
 
 @triton.jit
 def _clamp(temperature):
-    """1e-60 and 1e300 are temperatures, but 0 and infinity in float32."""
+    """1e-60 is a temperature, but 0 in float32; 1e300 would be infinity."""
     return tl.minimum(tl.maximum(temperature, TINY), HUGE)
 
 

@@ -31,7 +31,7 @@ import triton
 from triton import language as tl
 
 from nanovllm.layers.kernels.activation import gated
-from nanovllm.layers.kernels.grid import ceil_div, choose_skinny_tiling
+from nanovllm.layers.kernels.grid import ceil_div, choose_skinny_tiling, num_skinny_ahead
 from nanovllm.layers.kernels.launch import (
     let_next_start,
     require_same_dtype,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ROWS = 16
-MAX_AHEAD = 4  # steps of a weight that the registers hold
 
 
 def is_skinny(num_rows: int) -> bool:
@@ -113,7 +112,8 @@ def _multiply_rows(x: Tensor, weight: Tensor, residual: Tensor | None, num_outpu
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if num_rows:
         num_weights = weight.shape[0] // num_outputs
-        tiling = choose_skinny_tiling(size, num_weights, shared_memory_bytes(x.device))
+        shared_memory = shared_memory_bytes(x.device)
+        tiling = choose_skinny_tiling(size, num_weights, x.element_size(), shared_memory)
         is_early = starts_early(x.device)
         _skinny_matmul[(ceil_div(num_outputs, tiling.block_outputs),)](
             *(x, weight, residual, out, num_rows),
@@ -123,7 +123,7 @@ def _multiply_rows(x: Tensor, weight: Tensor, residual: Tensor | None, num_outpu
             block_outputs=tiling.block_outputs,
             num_parts=tiling.num_warps,
             part_size=tiling.block_size // tiling.num_warps,
-            num_ahead=min(ceil_div(size, tiling.block_size), MAX_AHEAD // num_weights),
+            num_ahead=num_skinny_ahead(tiling, size, num_weights),
             has_residual=residual is not None,
             is_gate_up=num_weights > 1,
             is_early=is_early,

@@ -15,7 +15,8 @@ leave the chip half empty. So their length is cut into parts as well, a program 
 
 The sums of the parts are left side by side, in float32, for `add_rms_norm`: it comes next, and adds
 them to the stream on its way. cuBLAS splits such products, too, but adds up the parts in a kernel
-of its own, and none of its kernels starts before the one before it has ended (see `launch`).
+of its own, and as measured none of its kernels starts before the one before it has ended (see
+`launch`).
 
 Knows no layer.
 """

@@ -64,8 +64,8 @@ def _warmup(ledger: Ledger, event: ev.WarmupModel) -> Iterator[Clash]:
     )
     if ledger.init is not None:
         init = ledger.init
-        seq_len = min(init.max_num_batched_tokens, init.max_model_len)
-        num_seqs = min(init.max_num_batched_tokens // seq_len, init.max_num_seqs)
+        num_seqs = min(-(-init.max_num_batched_tokens // init.max_model_len), init.max_num_seqs)
+        seq_len = min(init.max_num_batched_tokens // num_seqs, init.max_model_len)
         yield from differ("seq_len", event.seq_len, "longest_prefill", seq_len)
         yield from differ("num_seqs", event.num_seqs, "largest_prefill", num_seqs)
 

@@ -142,11 +142,9 @@ def test_attention_programs_fit_into_the_shared_memory_alone_and_side_by_side(
     num_programs: int, head_bytes: int, shared_memory_bytes: int
 ) -> None:
     tiling = choose_attention_tiling(num_programs, head_bytes, 132, shared_memory_bytes)
-    num_steps_ahead = (tiling.num_stages - 1) // 2
-    num_bytes = num_steps_ahead * tiling.block_tokens * 2 * head_bytes
+    num_bytes = attention_bytes(tiling.block_tokens, tiling.num_stages, head_bytes)
+    assert num_bytes <= shared_memory_bytes
     assert tiling.num_neighbours <= 2 or tiling.num_neighbours * num_bytes <= shared_memory_bytes
-    one = attention_bytes(tiling.block_tokens, tiling.num_stages, head_bytes)
-    assert one <= shared_memory_bytes
 
 
 @pytest.mark.parametrize("shared_memory_bytes", SHARED_MEMORY.values(), ids=SHARED_MEMORY)

@@ -289,7 +289,7 @@ class DecodeGraphs:
         """Copy how the loaded rows, which are those of `seqs`, are sampled."""
         rows = self.buffers
         temperatures = [seq.sampling_params.temperature for seq in seqs]
-        # The least that is not 0, which would be greedy, in float32 either.
+        # In float32 a tiny one would be 0, and 0 is greedy.
         _copy("f", [t and max(t, FLOAT32.tiny) for t in temperatures], rows.temperatures)
         _copy("Q", [seq.seed % 2**64 for seq in seqs], rows.seeds)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 MIN_TOKENS_A_WORKER = 32  # less, and a program ends before its loads have got going
 MAX_NEIGHBOURS = 4  # attention's programs a multiprocessor: more have no registers
-SOME_MORE_BYTES = 6 * 1024  # that a program of attention takes beside what it loads ahead
-MIN_BLOCK = 16  # rows or tokens: the least that a tensor core multiplies
+MIN_BLOCK = 16  # rows, tokens or a head's numbers: the least that a tensor core multiplies
 MAX_AHEAD = 4  # steps of a weight that the registers hold
 SHORT_ROW = 2048  # of a weight: 16 of them fit in the registers of a program
 SOME_SHARED_MEMORY = 96 * 1024  # a program's on an A10 is a little more; a T4 has 64 KiB
@@ -174,8 +173,7 @@ def choose_attention_tiling(
             break
     if not is_crowded:
         return AttentionTiling(block_tokens, num_warps, num_stages, 1, num_empty_tiles=0)
-    bytes_ahead = (num_stages - 1) // 2 * block_tokens * 2 * head_bytes
-    num_neighbours = shared_memory_bytes // (bytes_ahead + SOME_MORE_BYTES)
+    num_neighbours = shared_memory_bytes // attention_bytes(block_tokens, num_stages, head_bytes)
     num_neighbours = max(min(num_neighbours, MAX_NEIGHBOURS), 2)
     return AttentionTiling(block_tokens, num_warps, num_stages, num_neighbours, num_empty_tiles=2)
 

@@ -28,12 +28,10 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.layers.kernels.grid import next_power_of_two
+from nanovllm.layers.kernels.grid import MIN_BLOCK, next_power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MIN_HEAD_DIM = 16  # the least that a tensor core multiplies along the sum
 
 
 @triton.jit
@@ -112,5 +110,5 @@ def require_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
             f"num_heads must be a multiple of num_kv_heads, but they are {num_heads} and "
             f"{num_kv_heads}."
         )
-    if head_dim < MIN_HEAD_DIM or head_dim != next_power_of_two(head_dim):
-        raise ValueError(f"head_dim must be a power of two from {MIN_HEAD_DIM} up, not {head_dim}.")
+    if head_dim < MIN_BLOCK or head_dim != next_power_of_two(head_dim):
+        raise ValueError(f"head_dim must be a power of two from {MIN_BLOCK} up, not {head_dim}.")

@@ -31,7 +31,7 @@ import triton
 from triton import language as tl
 
 from nanovllm.layers.kernels.attention_plan import num_tiles_of, plan_attention
-from nanovllm.layers.kernels.grid import ceil_div, next_power_of_two
+from nanovllm.layers.kernels.grid import MIN_BLOCK, ceil_div, next_power_of_two
 from nanovllm.layers.kernels.launch import (
     let_next_start,
     require_heads,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from nanovllm.layers.kernels.attention_plan import AttentionPlan
 
-MIN_DOT_ROWS = 16  # the least that a tensor core multiplies
 PIECES_AT_ONCE = 16  # that are combined in one step
 LOWEST = tl.constexpr(-1e30)  # a logarithm of nothing, of which differences are no NaN
 
@@ -106,7 +105,7 @@ def paged_attention(
         scale / math.log(2),  # the kernel's powers are those of 2
         block_tables.shape[1],
         group=group,
-        block_rows=max(MIN_DOT_ROWS, next_power_of_two(group)),
+        block_rows=max(MIN_BLOCK, next_power_of_two(group)),
         head_dim=head_dim,
         block_size=block_size,
         block_tokens=plan.tiling.block_tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -92,7 +92,7 @@ def test_as_many_workers_as_an_h200_runs_at_once_share_the_contexts(
 
 
 def test_workers_refuse_a_batch_of_nothing() -> None:
-    with pytest.raises(ValueError, match=r"must be positive, not \(0, 8, 4096, 132\)"):
+    with pytest.raises(ValueError, match=r"must be positive: \(0, 8, 4096, 132\)"):
         choose_workers(0, 8, 4096, FOUR_BESIDE, 132)
 
 
@@ -122,27 +122,29 @@ def test_a_skinny_step_is_tensor_core_work_for_each_warp_and_fits(
 
 
 def test_attention_steps_are_small_where_the_chip_is_crowded_or_has_no_room() -> None:
-    assert choose_attention_tiling(2048, 256, 132, H200) == FOUR_BESIDE
-    assert choose_attention_tiling(128, 256, 132, H200).block_tokens == 128
-    assert choose_attention_tiling(8, 256, 132, H200).block_tokens == 64
-    assert choose_attention_tiling(8, 256, 40, SHARED_MEMORY["T4"]).block_tokens == 32
+    assert choose_attention_tiling(2048, 16, 256, 132, H200) == FOUR_BESIDE
+    assert choose_attention_tiling(128, 16, 256, 132, H200).block_tokens == 128
+    assert choose_attention_tiling(8, 16, 256, 132, H200).block_tokens == 64
+    assert choose_attention_tiling(8, 16, 256, 40, SHARED_MEMORY["T4"]).block_tokens == 32
 
 
 def test_only_small_tiles_make_turning_to_another_sequence_cost_two_of_them() -> None:
-    assert choose_attention_tiling(128, 256, 132, H200).num_empty_tiles == 0
-    assert choose_attention_tiling(8, 256, 132, H200).num_empty_tiles == 0
+    assert choose_attention_tiling(128, 16, 256, 132, H200).num_empty_tiles == 0
+    assert choose_attention_tiling(8, 16, 256, 132, H200).num_empty_tiles == 0
 
 
 @given(
     num_programs=st.integers(1, 5000),
+    num_rows=st.sampled_from([16, 32, 64]),
     head_bytes=st.sampled_from([32, 64, 128, 256, 512, 1024]),
     shared_memory_bytes=st.sampled_from([*SHARED_MEMORY.values()]),
 )
 def test_attention_programs_fit_into_the_shared_memory_alone_and_side_by_side(
-    num_programs: int, head_bytes: int, shared_memory_bytes: int
+    num_programs: int, num_rows: int, head_bytes: int, shared_memory_bytes: int
 ) -> None:
-    tiling = choose_attention_tiling(num_programs, head_bytes, 132, shared_memory_bytes)
-    num_bytes = attention_bytes(tiling.block_tokens, tiling.num_stages, head_bytes)
+    assume(num_rows * head_bytes < 32 * KIB or shared_memory_bytes > SHARED_MEMORY["A10"])
+    tiling = choose_attention_tiling(num_programs, num_rows, head_bytes, 132, shared_memory_bytes)
+    num_bytes = attention_bytes(num_rows, tiling.block_tokens, tiling.num_stages, head_bytes)
     assert num_bytes <= shared_memory_bytes
     assert tiling.num_neighbours <= 2 or tiling.num_neighbours * num_bytes <= shared_memory_bytes
 
@@ -420,7 +422,7 @@ def test_paged_attention_shares_uneven_contexts_out_and_skips_empty_ones(
         k_cache, v_cache, tables = paged(lens, block_size, 2, 64, dtype)
         context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
         q = normal(num_seqs, 4, 64, dtype=dtype)
-        plan = kernel("attention_plan", "plan_attention")(context_lens, tables, k_cache)
+        plan = kernel("attention_plan", "plan_attention")(context_lens, tables, k_cache, 4)
         found = attend(q, k_cache, v_cache, tables, context_lens, 0.12, plan)
         for _ in range(NUM_REPEATS):
             again = attend(q, k_cache, v_cache, tables, context_lens, 0.12)
@@ -448,7 +450,7 @@ def test_a_plan_gives_each_worker_as_many_tiles_as_any_other(lens: list[int]) ->
     k_cache = normal(1, 256, 8, 128, dtype=torch.bfloat16)
     tables = torch.zeros(len(lens), 16, dtype=torch.int32, device="cuda")
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    plan = kernel("attention_plan", "plan_attention")(context_lens, tables, k_cache)
+    plan = kernel("attention_plan", "plan_attention")(context_lens, tables, k_cache, 16)
     num_empty = plan.tiling.num_empty_tiles
     num_tiles = [ceil_div(some, plan.tiling.block_tokens) + num_empty * bool(some) for some in lens]
     ends = torch.tensor(num_tiles).cumsum(0).tolist()

@@ -58,7 +58,7 @@ class TritonBackend:
             raise RuntimeError("a decode step reads the KV cache: its context needs block_tables")
         lens, tables = context.context_lens, context.block_tables
         if not isinstance(context.plan, AttentionPlan):  # in the first layer
-            context.plan = plan_attention(lens, tables, k_cache)
+            context.plan = plan_attention(lens, tables, k_cache, q.shape[1])
         return paged_attention(q, k_cache, v_cache, tables, lens, scale, context.plan)
 
 

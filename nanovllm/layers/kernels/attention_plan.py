@@ -44,10 +44,12 @@ from nanovllm.layers.kernels.grid import (
     choose_attention_tiling,
     choose_workers,
     next_power_of_two,
+    num_query_rows,
 )
 from nanovllm.layers.kernels.launch import (
     let_next_start,
     num_multiprocessors,
+    require_heads,
     require_shape,
     shared_memory_bytes,
     starts_early,
@@ -79,29 +81,31 @@ class AttentionPlan:
     shared: Tensor
 
 
-def plan_attention(context_lens: Tensor, block_tables: Tensor, k_cache: Tensor) -> AttentionPlan:
+def plan_attention(
+    context_lens: Tensor, block_tables: Tensor, k_cache: Tensor, num_heads: int
+) -> AttentionPlan:
     """Share a step's contexts out among workers (flash-attn 3: get_scheduler_metadata).
 
     Args:
         context_lens: (num_seqs,) int32, at least one; 0 for a padding row.
         block_tables: (num_seqs, max_num_blocks), for its size.
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim), of any layer, for its size.
+        num_heads: of the queries.
 
     Raises:
-        ValueError: a shape does not fit, or a size is 0.
+        ValueError: a shape or the number of heads does not fit, or a size is 0.
     """
     require_shape("context_lens", context_lens, (None,))
     num_seqs, device = context_lens.shape[0], context_lens.device
     require_shape("block_tables", block_tables, (num_seqs, None))
     require_shape("k_cache", k_cache, (None, None, None, None))
     _, block_size, num_kv_heads, head_dim = k_cache.shape
+    require_heads(num_heads, num_kv_heads, head_dim)
     max_context = block_tables.shape[1] * block_size
     multiprocessors = num_multiprocessors(device)
     tiling = choose_attention_tiling(
-        num_seqs * num_kv_heads,
-        head_dim * k_cache.element_size(),
-        multiprocessors,
-        shared_memory_bytes(device),
+        *(num_seqs * num_kv_heads, num_query_rows(num_heads // num_kv_heads)),
+        *(head_dim * k_cache.element_size(), multiprocessors, shared_memory_bytes(device)),
     )
     num_workers = choose_workers(num_seqs, num_kv_heads, max_context, tiling, multiprocessors)
     seq_ends = torch.empty(num_seqs, dtype=torch.int32, device=device)

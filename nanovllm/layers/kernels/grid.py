@@ -131,16 +131,17 @@ def choose_workers(
     """
     numbers = (num_seqs, num_kv_heads, max_context, num_multiprocessors)
     if min(numbers) < 1:
-        raise ValueError(
-            "num_seqs, num_kv_heads, max_context and num_multiprocessors must be positive, "
-            f"not {numbers}."
-        )
+        raise ValueError(f"sequences, heads, context, multiprocessors must be positive: {numbers}")
     most = num_seqs * ceil_div(max_context, MIN_TOKENS_A_WORKER)
     return max(min(num_multiprocessors * tiling.num_neighbours // num_kv_heads, most), 1)
 
 
 def choose_attention_tiling(
-    num_programs: int, head_bytes: int, num_multiprocessors: int, shared_memory_bytes: int
+    num_programs: int,
+    num_rows: int,
+    head_bytes: int,
+    num_multiprocessors: int,
+    shared_memory_bytes: int,
 ) -> AttentionTiling:
     """Return the steps of a decode step's attention.
 
@@ -148,10 +149,12 @@ def choose_attention_tiling(
     must be just as many as fit: with fewer, one multiprocessor gets more of them than another, and
     the equal shares of its programs take longer. Where each is alone, it must ask for more at a
     time, if there is room for it. (Where only one fits, two of small steps take turns.) Heads that
-    are so large that not even one program fits get smaller steps.
+    are so large that not even one program fits get smaller steps. (With more than 16 rows in
+    float32, heads of 256 still need an A100's.)
 
     Args:
         num_programs: sequences times KV heads.
+        num_rows: `num_query_rows` of a program.
         head_bytes: one token's key of one head.
         num_multiprocessors: of the GPU.
         shared_memory_bytes: that one program may take.
@@ -163,7 +166,7 @@ def choose_attention_tiling(
         block_tokens, num_warps, num_stages = 128, 4, 5
     else:
         block_tokens, num_warps, num_stages = 64, 4, 9
-    while attention_bytes(block_tokens, num_stages, head_bytes) > shared_memory_bytes:
+    while attention_bytes(num_rows, block_tokens, num_stages, head_bytes) > shared_memory_bytes:
         if block_tokens > 32:  # noqa: PLR2004 -- tokens: fewer cost more than fewer steps ahead
             block_tokens //= 2
         elif num_stages > 3:  # noqa: PLR2004 -- one step ahead
@@ -173,20 +176,28 @@ def choose_attention_tiling(
             break
     if not is_crowded:
         return AttentionTiling(block_tokens, num_warps, num_stages, 1, num_empty_tiles=0)
-    num_neighbours = shared_memory_bytes // attention_bytes(block_tokens, num_stages, head_bytes)
-    num_neighbours = max(min(num_neighbours, MAX_NEIGHBOURS), 2)
+    num_bytes = attention_bytes(num_rows, block_tokens, num_stages, head_bytes)
+    num_neighbours = max(min(shared_memory_bytes // num_bytes, MAX_NEIGHBOURS), 2)
     return AttentionTiling(block_tokens, num_warps, num_stages, num_neighbours, num_empty_tiles=2)
 
 
-def attention_bytes(block_tokens: int, num_stages: int, head_bytes: int) -> int:
+def num_query_rows(group: int) -> int:
+    """Return the rows of a program of a decode's attention: the heads that share a KV head."""
+    return max(next_power_of_two(group), MIN_BLOCK)
+
+
+def attention_bytes(num_rows: int, block_tokens: int, num_stages: int, head_bytes: int) -> int:
     """Return the shared memory that a program of a decode's attention takes at most.
 
     That is keys and values of the `(num_stages - 1) // 2` steps ahead, the queries, and a row of
-    scores for each of them. (Measured: what the compiler says of 16 and 32 bit, heads of 32 to 256,
-    compute capabilities from 8.0 to 12.0.)
+    scores for each of them. With more than 16 rows the compiler moves scores and keys to and fro:
+    once more of both. (Measured: what the compiler says of 16 and 32 bit, 16 to 64 rows, heads of
+    32 to 256, compute capabilities from 8.0 to 12.0.)
     """
-    num_keys_and_values = (num_stages - 1) // 2 * block_tokens * 2
-    return (num_keys_and_values + MIN_BLOCK) * head_bytes + MIN_BLOCK * block_tokens * 4 + 128
+    num_moved = 0 if num_rows == MIN_BLOCK else 1
+    num_keys = ((num_stages - 1) // 2 * 2 + num_moved) * block_tokens
+    score_bytes = (1 + num_moved) * (block_tokens + 4) * 4
+    return (num_keys + num_rows) * head_bytes + num_rows * score_bytes
 
 
 def choose_prefill_tiling(head_bytes: int, shared_memory_bytes: int) -> PrefillTiling:

@@ -31,7 +31,7 @@ import triton
 from triton import language as tl
 
 from nanovllm.layers.kernels.attention_plan import num_tiles_of, plan_attention
-from nanovllm.layers.kernels.grid import MIN_BLOCK, ceil_div, next_power_of_two
+from nanovllm.layers.kernels.grid import ceil_div, next_power_of_two, num_query_rows
 from nanovllm.layers.kernels.launch import (
     let_next_start,
     require_heads,
@@ -92,7 +92,7 @@ def paged_attention(
     if not num_seqs:
         return out
     if plan is None:
-        plan = plan_attention(context_lens, block_tables, k_cache)
+        plan = plan_attention(context_lens, block_tables, k_cache, num_heads)
     require_shape("plan.seq_ends", plan.seq_ends, (num_seqs,))
     num_pieces = plan.num_workers + num_seqs
     means = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -105,7 +105,7 @@ def paged_attention(
         scale / math.log(2),  # the kernel's powers are those of 2
         block_tables.shape[1],
         group=group,
-        block_rows=max(MIN_BLOCK, next_power_of_two(group)),
+        block_rows=num_query_rows(group),
         head_dim=head_dim,
         block_size=block_size,
         block_tokens=plan.tiling.block_tokens,

@@ -534,6 +534,7 @@ def test_other_tokens_end_with_code_1(
         (["--device", "abacus"], "abacus"),
         (["--model", "no/such/model"], "no/such/model"),
         (["seed", "--model", "shipped"], "vocabulary has 3072"),
+        (["decode", "--model", "shipped", "--context", "4096"], "a shorter context"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(

@@ -133,6 +133,7 @@ class _Benchmark:
             config = _resolved(folder, plan)
             shape = ModelConfig.from_folder(folder)
             workloads = self._workloads(shape.vocab_size)
+            _require_room(workloads, min(config.max_model_len, shape.max_position_embeddings))
             trace = Path(scratch) / "trace.jsonl"
             with ExitStack() as stack:
                 contenders = self._open(folder, config, workloads, trace, stack)
@@ -228,6 +229,17 @@ class _Benchmark:
                 Floor.of(model, self.bytes_per_second),
             ),
         )
+
+
+def _require_room(workloads: Sequence[Workload], max_model_len: int) -> None:
+    """Refuse what a model cannot hold before the first round, not after an hour of others."""
+    for workload in workloads:
+        if workload.longest > max_model_len:
+            raise BenchmarkError(
+                f"{workload.name}: its longest request has {workload.longest} tokens, prompt and "
+                f"output together, and this model takes {max_model_len}: give a shorter context or "
+                "another model"
+            )
 
 
 def _contender_facts(

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from nanovllm.errors import KVCacheError
 from nanovllm.models.config import ModelConfig
 from nvtrace import events as ev
 from nvtrace.bench import BenchmarkError
@@ -28,6 +29,7 @@ from nvtrace.bench.workloads import (
     Request,
     Workload,
     make_workloads,
+    require_fitting,
     seed_project,
     uneven,
 )
@@ -65,7 +67,7 @@ def hush(_message: str) -> None:
 
 
 def test_the_seed_workload_is_nano_vllms_to_the_token() -> None:
-    work = seed_project(0, vocab_size=151_936)
+    work = seed_project(0)
     random.seed(0)
     prompts = [[randint(0, 10000) for _ in range(randint(100, 1024))] for _ in range(256)]
     assert [list(request.prompt_token_ids) for request in work.requests] == prompts
@@ -77,7 +79,7 @@ def test_the_seed_workload_is_nano_vllms_to_the_token() -> None:
 
 def test_the_seed_workload_refuses_a_vocabulary_that_is_too_small() -> None:
     with pytest.raises(BenchmarkError, match=r"up to 10000.* has 3072"):
-        make_workloads("seed", 0, 3072, CLASSES)
+        require_fitting("seed", 3072, 40_960, CLASSES)
 
 
 def test_the_uneven_workload_keeps_its_promised_lengths() -> None:
@@ -112,7 +114,19 @@ def test_decode_goes_through_every_batch_size_at_every_context() -> None:
 
 def test_an_unknown_workload_is_named_in_the_refusal() -> None:
     with pytest.raises(BenchmarkError, match="marathon"):
-        make_workloads("marathon", 0, VOCAB_SIZE, CLASSES)
+        require_fitting("marathon", VOCAB_SIZE, 4096, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("uneven", "a model with more"), ("decode", "a smaller --context")]
+)
+def test_a_request_that_is_longer_than_the_model_is_refused(name: str, instead: str) -> None:
+    works = make_workloads(name, 0, VOCAB_SIZE, CLASSES)
+    longest = {"uneven": 128 + 192, "decode": 20 + 33}[name]
+    assert max(work.longest for work in works) <= longest
+    require_fitting(name, VOCAB_SIZE, longest, CLASSES)
+    with pytest.raises(BenchmarkError, match=f"takes {longest} .* has {longest - 1}: .*{instead}"):
+        require_fitting(name, VOCAB_SIZE, longest - 1, CLASSES)
 
 
 def test_a_workload_knows_the_pages_that_hold_it() -> None:
@@ -442,6 +456,50 @@ def test_drawn_tokens_and_short_floats_are_not_compared(folder: Path) -> None:
     assert "bfloat16" in result.not_compared
 
 
+def test_a_batch_beyond_the_engines_usual_one_is_one_step(folder: Path) -> None:
+    plan = Plan(
+        workloads=("decode",),
+        models=(str(folder),),
+        against=(),
+        tracing="on",
+        num_rounds=1,
+        batch_sizes=(520,),
+        context_lens=(1,),
+    )
+    [result] = run_benchmark(plan, hush).results
+    decodes = [some for some in result.step_classes if some.phase == "decode"]
+    assert [(some.largest_batch, some.num_steps) for some in decodes] == [(520, 32)]
+
+
+def test_contexts_beyond_the_engines_usual_length_run(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_SHAPE, seed=0)
+    plan = Plan(
+        workloads=("decode",),
+        models=(str(tmp_path),),
+        against=(),
+        tracing="off",
+        num_rounds=1,
+        batch_sizes=(1,),
+        context_lens=(4096,),
+    )
+    [result] = run_benchmark(plan, hush).results
+    assert result.workload.num_prompt_tokens == 4096
+
+
+def test_memory_that_does_not_hold_a_workload_is_said_in_its_own_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise KVCacheError("lower num_kvcache_blocks")
+
+    monkeypatch.setattr("nvtrace.bench.benchmark.running_engine", refuse)
+    plan = Plan(
+        workloads=("decode",), models=(str(folder),), batch_sizes=(3, 9), context_lens=(300,)
+    )
+    with pytest.raises(BenchmarkError, match=r"decode 9 x 300 needs 18 KV pages .* fewer or shor"):
+        run_benchmark(plan, hush)
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -498,6 +556,43 @@ def test_a_report_that_cannot_be_written_is_still_shown(
     assert "/dev/full could not be written" in said
 
 
+def test_what_a_later_model_breaks_is_not_all_that_was_measured(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    out = tmp_path / "report.json"
+    code, text, said = bench(capsys, folder, "--json", "--out", out, "--model", tmp_path)
+    assert code == 5
+    assert "safetensors" in said
+    [result] = decode(text.encode()).results
+    assert result.model.name == str(folder)
+    assert decode(out.read_bytes()).results == [result]
+
+
+def test_a_later_model_that_cannot_be_asked_is_refused_before_the_first_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for later in ("no/such/model", "shipped"):
+        code, text, said = bench(capsys, folder, "seed", "--model", later)
+        assert (code, text, said.count("\n")) == (2, "", 1)
+
+
+def test_a_report_is_in_its_file_if_nobody_reads_the_table(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody_reads(_report: Report) -> None:
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr("nvtrace_cli.views.bench.print_plain", nobody_reads)
+    out = tmp_path / "report.json"
+    code, _, _ = bench(capsys, folder, "--plain", "--out", out)
+    assert code == 70
+    assert len(decode(out.read_bytes()).results) == 1
+
+
 def test_without_a_trace_there_are_no_step_classes(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -534,7 +629,11 @@ def test_other_tokens_end_with_code_1(
         (["--device", "abacus"], "abacus"),
         (["--model", "no/such/model"], "no/such/model"),
         (["seed", "--model", "shipped"], "vocabulary has 3072"),
-        (["decode", "--model", "shipped", "--context", "4096"], "a shorter context"),
+        (["decode", "--model", "shipped", "--context", "4064"], "a smaller --context"),
+        (["decode", "--model", "0.6b", "--batch", "4096", "--context", "131072"], "40960"),
+        (["--out", "a" * 300], "too long"),
+        (["--model", "a" * 300], "no such folder"),
+        (["--model", "~nobody-of-that-name/model"], "no such folder"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(

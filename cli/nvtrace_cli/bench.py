@@ -19,6 +19,8 @@ from nvtrace_cli.failures import RunFailedError, UsageError
 from nvtrace_cli.options import say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nvtrace.bench.benchmark import Plan
     from nvtrace.bench.report import Report
 
@@ -149,19 +151,23 @@ def bench(
         context_lens=tuple(context or ()),
         command=shlex.join(["nvtrace", *sys.argv[1:]]),
     )
-    report = _run(plan, is_quiet=quiet)
-    _show(report, out, as_json=json, is_plain=plain)
+    kept: list[Report] = []
+    try:
+        report = _run(plan, kept.append, is_quiet=quiet)
+    finally:  # what a later model breaks is not all that was measured
+        if kept:
+            _show(kept[-1], out, as_json=json, is_plain=plain)
     if any(result.same_tokens is False for result in report.results):
         raise typer.Exit(_FOUND_A_DIFFERENCE)
 
 
-def _run(plan: Plan, *, is_quiet: bool) -> Report:
+def _run(plan: Plan, keep: Callable[[Report], None], *, is_quiet: bool) -> Report:
     from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
     from nvtrace.bench import BenchmarkError  # noqa: PLC0415 - the same
     from nvtrace.bench.benchmark import run_benchmark  # noqa: PLC0415 - the same
 
     try:
-        return run_benchmark(plan, _hush if is_quiet else say)
+        return run_benchmark(plan, _hush if is_quiet else say, keep)
     except BenchmarkError as error:
         raise UsageError(str(error)) from error
     except NanoVLLMError as error:
@@ -171,21 +177,29 @@ def _run(plan: Plan, *, is_quiet: bool) -> Report:
 
 
 def _show(report: Report, out: Path | None, *, as_json: bool, is_plain: bool) -> None:
-    from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace_cli.views import bench as view  # noqa: PLC0415 - nor rich
+    """Write the file and print the report; neither is lost where the other fails."""
+    from nvtrace_cli.views import bench as view  # noqa: PLC0415 - --help needs no rich
 
-    if as_json:
-        view.print_json(report)
-    elif is_plain:
-        view.print_plain(report)
-    else:
-        view.show(report)
-    if out is not None:
-        try:
-            out.write_bytes(encode(report))
-        except OSError as error:
-            raise RunFailedError(f"{out} could not be written: {error.strerror}") from error
-        say(f"the report is in {out}")
+    try:
+        if out is not None:
+            _write(report, out)
+    finally:
+        if as_json:
+            view.print_json(report)
+        elif is_plain:
+            view.print_plain(report)
+        else:
+            view.show(report)
+
+
+def _write(report: Report, out: Path) -> None:
+    from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
+
+    try:
+        out.write_bytes(encode(report))
+    except OSError as error:
+        raise RunFailedError(f"{out} could not be written: {error.strerror}") from error
+    say(f"the report is in {out}")
 
 
 def _references(against: str | None) -> tuple[str, ...] | None:
@@ -205,10 +219,13 @@ def _references(against: str | None) -> tuple[str, ...] | None:
 
 
 def _check_out(out: Path) -> None:
-    if out.is_dir():
-        raise UsageError(f"--out {out}: that is a folder, name a file in it")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    try:
+        if out.is_dir():
+            raise UsageError(f"--out {out}: that is a folder, name a file in it")
+        if not out.parent.is_dir():
+            raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from error
 
 
 def _hush(_message: str) -> None:

@@ -149,8 +149,8 @@ def choose_attention_tiling(
     must be just as many as fit: with fewer, one multiprocessor gets more of them than another, and
     the equal shares of its programs take longer. Where each is alone, it must ask for more at a
     time, if there is room for it. (Where only one fits, two of small steps take turns.) Heads that
-    are so large that not even one program fits get smaller steps. (With more than 16 rows in
-    float32, heads of 256 still need an A100's.)
+    are so large that not even one program fits get smaller steps. (If they are of 256 and the rows
+    more than 32, there is still no room on an A10 in float32, nor on a T4.)
 
     Args:
         num_programs: sequences times KV heads.
@@ -192,7 +192,8 @@ def attention_bytes(num_rows: int, block_tokens: int, num_stages: int, head_byte
     That is keys and values of the `(num_stages - 1) // 2` steps ahead, the queries, and a row of
     scores for each of them. With more than 16 rows the compiler moves scores and keys to and fro:
     once more of both. (Measured: what the compiler says of 16 and 32 bit, 16 to 64 rows, heads of
-    32 to 256, compute capabilities from 8.0 to 12.0.)
+    32 to 256, compute capabilities from 8.0 to 12.0. Pages that are no multiple of a tile take up
+    to 1 KiB more, which changes no choice made here.)
     """
     num_moved = 0 if num_rows == MIN_BLOCK else 1
     num_keys = ((num_stages - 1) // 2 * 2 + num_moved) * block_tokens

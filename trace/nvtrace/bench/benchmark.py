@@ -17,6 +17,7 @@ import torch
 
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.config import Config
+from nanovllm.errors import KVCacheError
 from nanovllm.models.config import ModelConfig
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench.contenders import (
@@ -30,11 +31,17 @@ from nvtrace.bench.contenders import (
     running_engine,
 )
 from nvtrace.bench.machine import computing_with, describe_machine, measure_bandwidth
-from nvtrace.bench.models import model_facts, model_folder
+from nvtrace.bench.models import model_config, model_facts, model_folder
 from nvtrace.bench.report import ContenderFacts, ModelFacts, Report, Result, WorkloadFacts
 from nvtrace.bench.rounds import Contender, Round, first_difference, ratios, run_rounds, spread
 from nvtrace.bench.steps import Floor, StepFacts, read_steps, step_classes
-from nvtrace.bench.workloads import CPU_CLASSES, GPU_CLASSES, DecodeClasses, make_workloads
+from nvtrace.bench.workloads import (
+    CPU_CLASSES,
+    GPU_CLASSES,
+    DecodeClasses,
+    make_workloads,
+    require_fitting,
+)
 from nvtrace.reader import read_trace
 
 if TYPE_CHECKING:
@@ -79,12 +86,16 @@ class Plan:
     command: str = ""
 
 
-def run_benchmark(plan: Plan, say: Callable[[str], None]) -> Report:
+def run_benchmark(
+    plan: Plan, say: Callable[[str], None], keep: Callable[[Report], None] | None = None
+) -> Report:
     """Measure all that the plan asks for.
 
     Args:
         plan: what to measure.
         say: told of each turn while it runs.
+        keep: given the report so far after each model, so that what a later one breaks is not all
+            that was measured.
 
     Raises:
         BenchmarkError: a device, a model, a workload or a contender that does not work out.
@@ -95,36 +106,43 @@ def run_benchmark(plan: Plan, say: Callable[[str], None]) -> Report:
         device = torch.device(_resolved(TINY_QWEN3, plan).device)
     except ValueError as error:  # an option that no model would accept
         raise BenchmarkError(str(error)) from error
+    models, classes = _models(plan, device), _decode_classes(plan, device)
+    for model in models:  # before the first round of any, not after an hour of others
+        shape = model_config(model)
+        for name in plan.workloads:
+            require_fitting(name, shape.vocab_size, shape.max_position_embeddings, classes)
     with computing_with(plan.num_threads), quiet_transformers():
         machine = describe_machine(device, measure_bandwidth(device))
-        benchmark = _Benchmark(plan, device, machine.bytes_per_second or 0.0, say)
-        results = [result for name in benchmark.models() for result in benchmark.measure(name)]
-    return Report(
-        created=created,
-        command=plan.command,
-        seed=plan.seed,
-        num_rounds=plan.num_rounds,
-        machine=machine,
-        results=results,
-    )
+        report = Report(
+            created=created,
+            command=plan.command,
+            seed=plan.seed,
+            num_rounds=plan.num_rounds,
+            machine=machine,
+            results=[],
+        )
+        benchmark = _Benchmark(plan, classes, machine.bytes_per_second or 0.0, say)
+        for model in models:
+            report.results.extend(benchmark.measure(model))
+            if keep is not None:
+                keep(report)
+    return report
 
 
 class _Benchmark:
     """A plan on its way."""
 
     def __init__(
-        self, plan: Plan, device: torch.device, bytes_per_second: float, say: Callable[[str], None]
+        self,
+        plan: Plan,
+        classes: DecodeClasses,
+        bytes_per_second: float,
+        say: Callable[[str], None],
     ) -> None:
         self.plan = plan
-        self.device = device
+        self.classes = classes
         self.bytes_per_second = bytes_per_second
         self.say = say
-
-    def models(self) -> tuple[str, ...]:
-        """The plan's, or those that suit the device."""
-        if self.plan.models:
-            return self.plan.models
-        return ("0.6b",) if self.device.type == "cuda" else ("shipped", "50m")
 
     def measure(self, name: str) -> list[Result]:
         """Every workload on one model."""
@@ -133,7 +151,6 @@ class _Benchmark:
             config = _resolved(folder, plan)
             shape = ModelConfig.from_folder(folder)
             workloads = self._workloads(shape.vocab_size)
-            _require_room(workloads, min(config.max_model_len, shape.max_position_embeddings))
             trace = Path(scratch) / "trace.jsonl"
             with ExitStack() as stack:
                 contenders = self._open(folder, config, workloads, trace, stack)
@@ -162,14 +179,10 @@ class _Benchmark:
 
     def _workloads(self, vocab_size: int) -> list[Workload]:
         plan = self.plan
-        usual = GPU_CLASSES if self.device.type == "cuda" else CPU_CLASSES
-        classes = DecodeClasses(
-            plan.batch_sizes or usual.batch_sizes, plan.context_lens or usual.context_lens
-        )
         return [
             workload.first(plan.num_requests)
             for name in plan.workloads
-            for workload in make_workloads(name, plan.seed, vocab_size, classes)
+            for workload in make_workloads(name, plan.seed, vocab_size, self.classes)
         ]
 
     def _open(
@@ -182,17 +195,30 @@ class _Benchmark:
     ) -> list[Contender]:
         """All who take part in any workload, in the order of `_names`."""
         # Just the pages that are needed: two engines share the memory, and none must preempt.
-        num_pages = max(work.num_pages(config.kvcache_block_size) for work in workloads)
-        options = _options(self.plan) | {"num_kvcache_blocks": num_pages}
+        num_pages, largest = max(
+            (work.num_pages(config.kvcache_block_size), work.name) for work in workloads
+        )
+        max_num_seqs = max(config.max_num_seqs, *(len(work.requests) for work in workloads))
+        options = _options(self.plan) | {
+            "num_kvcache_blocks": num_pages,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max(config.max_model_len, *(work.longest for work in workloads)),
+        }
         names = {name for work in workloads for name in self._names(work)}
         contenders: list[Contender] = []
-        if ENGINE in names:
-            contenders.append(stack.enter_context(running_engine(folder, options)))
-        if TRACED in names:
-            contenders.append(stack.enter_context(running_engine(folder, options, trace)))
+        try:
+            if ENGINE in names:
+                contenders.append(stack.enter_context(running_engine(folder, options)))
+            if TRACED in names:
+                contenders.append(stack.enter_context(running_engine(folder, options, trace)))
+        except KVCacheError as error:
+            raise BenchmarkError(
+                f"{largest} needs {num_pages} KV pages of {config.kvcache_block_size} tokens in "
+                "each engine, and the memory does not hold them: ask for fewer or shorter requests"
+            ) from error
         if names & {*REFERENCES}:
             reference = load_reference(folder, config.device, config.dtype)
-            both = (Generate(reference, config.max_num_seqs), Continuous(reference))
+            both = (Generate(reference, max_num_seqs), Continuous(reference))
             contenders += [contender for contender in both if contender.name in names]
         return contenders
 
@@ -231,15 +257,18 @@ class _Benchmark:
         )
 
 
-def _require_room(workloads: Sequence[Workload], max_model_len: int) -> None:
-    """Refuse what a model cannot hold before the first round, not after an hour of others."""
-    for workload in workloads:
-        if workload.longest > max_model_len:
-            raise BenchmarkError(
-                f"{workload.name}: its longest request has {workload.longest} tokens, prompt and "
-                f"output together, and this model takes {max_model_len}: give a shorter context or "
-                "another model"
-            )
+def _models(plan: Plan, device: torch.device) -> tuple[str, ...]:
+    """The plan's, or those that suit the device."""
+    if plan.models:
+        return plan.models
+    return ("0.6b",) if device.type == "cuda" else ("shipped", "50m")
+
+
+def _decode_classes(plan: Plan, device: torch.device) -> DecodeClasses:
+    usual = GPU_CLASSES if device.type == "cuda" else CPU_CLASSES
+    return DecodeClasses(
+        plan.batch_sizes or usual.batch_sizes, plan.context_lens or usual.context_lens
+    )
 
 
 def _contender_facts(

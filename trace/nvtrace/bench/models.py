@@ -7,7 +7,7 @@ not depend on what the weights say, so random ones will do where no others are a
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.assets import TINY_QWEN3
+from nanovllm.models.config import ModelConfig
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench.report import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from nanovllm.models.config import ModelConfig
 
 SHIPPED = "shipped"
 SHAPES: dict[str, dict[str, int]] = {
@@ -51,7 +50,7 @@ _SAME_FOR_ALL = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000.0,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "torch_dtype": "bfloat16",
@@ -76,13 +75,33 @@ def model_folder(name: str, seed: int) -> Iterator[Path]:
         with TemporaryDirectory(prefix="nvtrace-bench-") as folder:
             write_random_model(Path(folder), SHAPES[name], seed)
             yield Path(folder)
-    elif Path(name).expanduser().is_dir():
-        yield Path(name).expanduser()
     else:
-        raise BenchmarkError(
-            f"no model is called {name}: it is one of {', '.join([SHIPPED, *SHAPES])}, or the "
-            "folder of a Qwen3 model, and there is no such folder"
-        )
+        yield _folder_of(name)
+
+
+def model_config(name: str) -> ModelConfig:
+    """What is known of a model before its weights are drawn or read; names as for `model_folder`.
+
+    Raises:
+        BenchmarkError: there is no such model.
+        ModelConfigError: the folder's config.json is not one that the engine runs.
+    """
+    if name in SHAPES:
+        with TemporaryDirectory(prefix="nvtrace-bench-") as folder:
+            _write_config(Path(folder), SHAPES[name])
+            return ModelConfig.from_folder(folder)
+    return ModelConfig.from_folder(TINY_QWEN3 if name == SHIPPED else _folder_of(name))
+
+
+def _folder_of(name: str) -> Path:
+    with suppress(OSError, RuntimeError):  # too long to be a name, or nobody's home
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    raise BenchmarkError(
+        f"no model is called {name}: it is one of {', '.join([SHIPPED, *SHAPES])}, or the "
+        "folder of a Qwen3 model, and there is no such folder"
+    )
 
 
 def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
@@ -99,6 +118,10 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
             drawn = torch.randn(size, generator=generator) * _STANDARD_DEVIATION
             weights[name] = drawn.to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_config(folder, shape)
+
+
+def _write_config(folder: Path, shape: dict[str, int]) -> None:
     config = json.dumps(_SAME_FOR_ALL | shape, indent=2)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
 

@@ -48,8 +48,10 @@ def test_graphs_cover_every_batch_up_to_the_limit(max_num_seqs: int, sizes: list
     assert smallest_that_holds(max_num_seqs + 1, sizes) is None
 
 
-def test_beyond_512_sequences_there_are_no_graphs() -> None:
-    assert graph_batch_sizes(10_000)[-1] == 512
+def test_sizes_are_further_apart_from_512_on_and_end_at_2048() -> None:
+    assert graph_batch_sizes(600)[-4:] == [496, 512, 576, 600]
+    assert graph_batch_sizes(512) == graph_batch_sizes(600)[:-2]
+    assert graph_batch_sizes(10_000)[-2:] == [1984, 2048]
 
 
 def running(seq_id: int, num_computed_tokens: int, pages: list[int]) -> Sequence:

@@ -145,6 +145,25 @@ def test_graphs_and_eager_steps_agree_at_every_batch_size_to_64(oracle: Oracle) 
                 assert ours == pytest.approx(theirs, abs=1e-3), f"batch of {batch_size}"
 
 
+def test_a_batch_of_many_hundreds_is_one_graph_too(oracle: Oracle, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "attention_backend": "triton",
+        "num_kvcache_blocks": 1100,
+        "max_num_seqs": 1100,
+    }
+    prompts = [random_tokens(3 + row % 7, seed=row) for row in range(1100)]
+    expected = answers(engine(oracle, enforce_eager=True, **options), prompts)
+    with record(tmp_path / "trace.jsonl") as observer:
+        llm = engine(oracle, observer=observer, **options)
+        for batch_size in (513, 700, 1100):
+            assert answers(llm, prompts[:batch_size]) == expected[:batch_size]
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    replays = [r for r in records if isinstance(r, ev.CudagraphReplay)]
+    largest = {r.batch_size: r.graph_batch_size for r in replays if r.batch_size > 512}
+    assert largest.items() >= {513: 576, 700: 704, 1100: 1100}.items()
+    assert {r.reason for r in records if isinstance(r, ev.RunEager)} == {"prefill"}
+
+
 @pytest.mark.parametrize(
     "options",
     [

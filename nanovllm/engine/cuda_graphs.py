@@ -53,20 +53,17 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
 
-FEW = (1, 2, 4, 8)
-STEP = 16  # rows: the height of a tensor core's tile, so that a larger graph costs what it holds
-LARGEST = 512
+# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds.
+SIZES = (1, 2, 4, 8, *range(16, 512, 16), *range(512, 2049, 64))
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the numbers of rows to record graphs for, ascending; the last holds `max_num_seqs`.
 
-    (Beyond 512 sequences a step is long enough to be launched kernel by kernel.)
+    (Beyond 2,048 sequences a step is long enough to be launched kernel by kernel.)
     """
-    limit = min(max_num_seqs, LARGEST)
-    sizes = [size for size in FEW if size < limit]
-    sizes += range(STEP, limit, STEP)
-    return [*sizes, limit]
+    limit = min(max_num_seqs, SIZES[-1])
+    return [*(size for size in SIZES if size < limit), limit]
 
 
 def smallest_that_holds(batch_size: int, sizes: list[int]) -> int | None:

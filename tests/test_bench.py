@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from random import randint
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +42,6 @@ from support.models import VOCAB_SIZE, make_reference, save_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 CLASSES = DecodeClasses((1, 3), (8, 20))
 TINY_SHAPE = {
@@ -63,6 +65,10 @@ def hush(_message: str) -> None:
     pass
 
 
+def fits(name: str, num_requests: int | None = None, **model: int) -> None:
+    require_fitting(name, 0, num_requests, CLASSES, **model)
+
+
 # -- workloads -------------------------------------------------------------------------------------
 
 
@@ -79,7 +85,7 @@ def test_the_seed_workload_is_nano_vllms_to_the_token() -> None:
 
 def test_the_seed_workload_refuses_a_vocabulary_that_is_too_small() -> None:
     with pytest.raises(BenchmarkError, match=r"up to 10000.* has 3072"):
-        require_fitting("seed", 3072, 40_960, CLASSES)
+        fits("seed", vocab_size=3072, max_position_embeddings=40_960)
 
 
 def test_the_uneven_workload_keeps_its_promised_lengths() -> None:
@@ -114,7 +120,7 @@ def test_decode_goes_through_every_batch_size_at_every_context() -> None:
 
 def test_an_unknown_workload_is_named_in_the_refusal() -> None:
     with pytest.raises(BenchmarkError, match="marathon"):
-        require_fitting("marathon", VOCAB_SIZE, 4096, CLASSES)
+        fits("marathon", vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +128,26 @@ def test_an_unknown_workload_is_named_in_the_refusal() -> None:
 )
 def test_a_request_that_is_longer_than_the_model_is_refused(name: str, instead: str) -> None:
     works = make_workloads(name, 0, VOCAB_SIZE, CLASSES)
-    longest = {"uneven": 128 + 192, "decode": 20 + 33}[name]
-    assert max(work.longest for work in works) <= longest
-    require_fitting(name, VOCAB_SIZE, longest, CLASSES)
+    longest = max(work.longest for work in works)
+    fits(name, vocab_size=VOCAB_SIZE, max_position_embeddings=longest)
     with pytest.raises(BenchmarkError, match=f"takes {longest} .* has {longest - 1}: .*{instead}"):
-        require_fitting(name, VOCAB_SIZE, longest - 1, CLASSES)
+        fits(name, vocab_size=VOCAB_SIZE, max_position_embeddings=longest - 1)
+
+
+def test_only_requests_that_run_must_fit() -> None:
+    [work] = make_workloads("uneven", 0, VOCAB_SIZE, CLASSES)
+    shorter = work.first(2).longest
+    assert shorter < work.longest
+    fits("uneven", 2, vocab_size=VOCAB_SIZE, max_position_embeddings=shorter)
+
+
+def test_contexts_without_end_are_refused_without_drawing_them() -> None:
+    with pytest.raises(BenchmarkError, match="a smaller --context"):
+        require_fitting(
+            *("decode", 0, None, DecodeClasses((2**40,), (2**40,))),
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=4096,
+        )
 
 
 def test_a_workload_knows_the_pages_that_hold_it() -> None:
@@ -554,6 +575,51 @@ def test_a_report_that_cannot_be_written_is_still_shown(
     assert code == 5
     assert "engine traced" in text
     assert "/dev/full could not be written" in said
+
+
+@pytest.mark.parametrize(("options", "code"), [(["--out", "/dev/full"], 5), ([], 74)])
+def test_the_failure_is_said_though_stdout_is_full(
+    options: list[str], code: int, folder: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "nvtrace_cli",
+        "bench",
+        "--model",
+        str(folder),
+        "--rounds",
+        "1",
+    ]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        ended = subprocess.run(
+            [*command, "--requests", "1", "--against", "none", "--quiet", *options],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (ended.returncode, ended.stderr.count("\n")) == (code, 1)
+    assert ("/dev/full could not be written" in ended.stderr) == (code == 5)
+
+
+def test_two_engines_must_fit_into_the_memory_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_token = model_facts("m", ModelConfig.from_folder(folder), "float32").kv_bytes_per_token
+    monkeypatch.setattr("nvtrace.bench.benchmark.cpu_memory", lambda: (2**40, 3 * 256 * per_token))
+    both = Plan(
+        workloads=("decode",),
+        models=(str(folder),),
+        against=(),
+        num_rounds=1,
+        batch_sizes=(2,),
+        context_lens=(9,),
+    )
+    with pytest.raises(BenchmarkError, match=r"2 KV pages .* memory does not hold them"):
+        run_benchmark(both, hush)
+    [result] = run_benchmark(replace(both, tracing="on"), hush).results
+    assert len(result.contenders) == 1
 
 
 def test_what_a_later_model_breaks_is_not_all_that_was_measured(

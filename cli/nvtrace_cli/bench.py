@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvtrace_cli.failures import RunFailedError, UsageError
+from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, no_stdout_is_no_failure
 from nvtrace_cli.options import say
 
 if TYPE_CHECKING:
@@ -152,11 +152,22 @@ def bench(
         command=shlex.join(["nvtrace", *sys.argv[1:]]),
     )
     kept: list[Report] = []
+
+    def keep(report: Report) -> None:  # after each model: what a later one breaks is not all
+        kept.append(report)
+        if out is not None:
+            _write(report, out)
+
     try:
-        report = _run(plan, kept.append, is_quiet=quiet)
-    finally:  # what a later model breaks is not all that was measured
+        report = _run(plan, keep, is_quiet=quiet)
+    except (CommandError, KeyboardInterrupt):
         if kept:
-            _show(kept[-1], out, as_json=json, is_plain=plain)
+            with no_stdout_is_no_failure():
+                _show(kept[-1], as_json=json, is_plain=plain)
+        raise
+    if out is not None:
+        say(f"the report is in {out}")
+    _show(report, as_json=json, is_plain=plain)
     if any(result.same_tokens is False for result in report.results):
         raise typer.Exit(_FOUND_A_DIFFERENCE)
 
@@ -168,6 +179,8 @@ def _run(plan: Plan, keep: Callable[[Report], None], *, is_quiet: bool) -> Repor
 
     try:
         return run_benchmark(plan, _hush if is_quiet else say, keep)
+    except CommandError:  # of keep
+        raise
     except BenchmarkError as error:
         raise UsageError(str(error)) from error
     except NanoVLLMError as error:
@@ -176,20 +189,15 @@ def _run(plan: Plan, keep: Callable[[Report], None], *, is_quiet: bool) -> Repor
         raise RunFailedError(f"the benchmark failed: {type(error).__name__}: {error}") from error
 
 
-def _show(report: Report, out: Path | None, *, as_json: bool, is_plain: bool) -> None:
-    """Write the file and print the report; neither is lost where the other fails."""
+def _show(report: Report, *, as_json: bool, is_plain: bool) -> None:
     from nvtrace_cli.views import bench as view  # noqa: PLC0415 - --help needs no rich
 
-    try:
-        if out is not None:
-            _write(report, out)
-    finally:
-        if as_json:
-            view.print_json(report)
-        elif is_plain:
-            view.print_plain(report)
-        else:
-            view.show(report)
+    if as_json:
+        view.print_json(report)
+    elif is_plain:
+        view.print_plain(report)
+    else:
+        view.show(report)
 
 
 def _write(report: Report, out: Path) -> None:
@@ -199,7 +207,6 @@ def _write(report: Report, out: Path) -> None:
         out.write_bytes(encode(report))
     except OSError as error:
         raise RunFailedError(f"{out} could not be written: {error.strerror}") from error
-    say(f"the report is in {out}")
 
 
 def _references(against: str | None) -> tuple[str, ...] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -50,6 +51,22 @@ class RunFailedError(CommandError):
     """The engine did not start, or did not come to its end."""
 
     exit_code = RUN_FAILED
+
+
+def silence_stdout() -> None:
+    """Nobody reads any more: keep the interpreter's last flush from complaining."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+
+
+@contextmanager
+def no_stdout_is_no_failure() -> Iterator[None]:
+    """Print what there is while another failure is on its way, which is the one that counts."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (OSError, SystemExit):  # typer and rich turn a closed pipe into SystemExit
+        silence_stdout()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from nvtrace_cli.failures import (
     UNREADABLE_TRACE,
     CommandError,
     interrupts_end_it,
+    silence_stdout,
 )
 
 with interrupts_end_it():  # loading takes a moment
@@ -123,7 +124,7 @@ def run_command(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
         # typer and rich turn a closed pipe into SystemExit; no command raises it itself.
-        _silence_stdout()
+        silence_stdout()
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -131,7 +132,7 @@ def run_command(arguments: list[str] | None = None) -> int:
         if os.environ.get("NVTRACE_DEBUG"):
             raise
         if _is_of_stdout(error):
-            _silence_stdout()
+            silence_stdout()
         say(_sentence(error))
         return _exit_code(error)
     return code if isinstance(code, int) else 0
@@ -169,9 +170,3 @@ def _exit_code(error: Exception) -> int:
 def _is_of_stdout(error: Exception) -> bool:
     """Is this a disk's error that stdout met? Whoever opens a file deals with that file's own."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS and error.filename is None
-
-
-def _silence_stdout() -> None:
-    """Nobody reads any more: keep the interpreter's last flush from complaining."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
 
-# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds.
+# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds; where
+# that is hundreds of rows, steps of 64 are as good.
 SIZES = (1, 2, 4, 8, *range(16, 512, 16), *range(512, 2049, 64))
 
 

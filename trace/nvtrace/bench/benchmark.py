@@ -17,6 +17,7 @@ import torch
 
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.config import Config
+from nanovllm.engine.kv_cache import cpu_memory
 from nanovllm.errors import KVCacheError
 from nanovllm.models.config import ModelConfig
 from nvtrace.bench import BenchmarkError
@@ -110,7 +111,11 @@ def run_benchmark(
     for model in models:  # before the first round of any, not after an hour of others
         shape = model_config(model)
         for name in plan.workloads:
-            require_fitting(name, shape.vocab_size, shape.max_position_embeddings, classes)
+            require_fitting(
+                *(name, plan.seed, plan.num_requests, classes),
+                vocab_size=shape.vocab_size,
+                max_position_embeddings=shape.max_position_embeddings,
+            )
     with computing_with(plan.num_threads), quiet_transformers():
         machine = describe_machine(device, measure_bandwidth(device))
         report = Report(
@@ -150,10 +155,11 @@ class _Benchmark:
         with model_folder(name, plan.seed) as folder, TemporaryDirectory() as scratch:
             config = _resolved(folder, plan)
             shape = ModelConfig.from_folder(folder)
+            facts = model_facts(name, shape, config.dtype)
             workloads = self._workloads(shape.vocab_size)
             trace = Path(scratch) / "trace.jsonl"
             with ExitStack() as stack:
-                contenders = self._open(folder, config, workloads, trace, stack)
+                contenders = self._open(config, facts, workloads, trace, stack)
                 taking_part = [
                     [c for c in contenders if c.name in self._names(work)] for work in workloads
                 ]
@@ -164,7 +170,6 @@ class _Benchmark:
                     for work, those in zip(workloads, taking_part, strict=True)
                 ]
             steps = read_steps(read_trace(trace)) if trace.exists() else {}
-        facts = model_facts(name, shape, config.dtype)
         return [
             self._result(facts, *parts, steps)
             for parts in zip(workloads, taking_part, rounds, strict=True)
@@ -187,13 +192,14 @@ class _Benchmark:
 
     def _open(
         self,
-        folder: Path,
         config: Config,
+        model: ModelFacts,
         workloads: Sequence[Workload],
         trace: Path,
         stack: ExitStack,
     ) -> list[Contender]:
         """All who take part in any workload, in the order of `_names`."""
+        folder = Path(config.model)
         # Just the pages that are needed: two engines share the memory, and none must preempt.
         num_pages, largest = max(
             (work.num_pages(config.kvcache_block_size), work.name) for work in workloads
@@ -206,16 +212,22 @@ class _Benchmark:
         }
         names = {name for work in workloads for name in self._names(work)}
         contenders: list[Contender] = []
+        refusal = BenchmarkError(
+            f"{largest} needs {num_pages} KV pages of {config.kvcache_block_size} tokens in each "
+            "engine, and the memory does not hold them: ask for fewer or shorter requests, or for "
+            "one engine (--trace on)"
+        )
+        if config.device == "cpu":  # which promises more than it has, and dies of it
+            num_bytes = num_pages * config.kvcache_block_size * model.kv_bytes_per_token
+            if num_bytes * len(names & {ENGINE, TRACED}) > cpu_memory()[1]:
+                raise refusal
         try:
             if ENGINE in names:
                 contenders.append(stack.enter_context(running_engine(folder, options)))
             if TRACED in names:
                 contenders.append(stack.enter_context(running_engine(folder, options, trace)))
         except KVCacheError as error:
-            raise BenchmarkError(
-                f"{largest} needs {num_pages} KV pages of {config.kvcache_block_size} tokens in "
-                "each engine, and the memory does not hold them: ask for fewer or shorter requests"
-            ) from error
+            raise refusal from error
         if names & {*REFERENCES}:
             reference = load_reference(folder, config.device, config.dtype)
             both = (Generate(reference, max_num_seqs), Continuous(reference))

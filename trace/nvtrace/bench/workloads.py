@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from nvtrace.bench import BenchmarkError
 
 _SEED_LARGEST_ID = 10_000
-_SEED_LONGEST = 1024
-_UNEVEN_LONGEST_PROMPT, _UNEVEN_LONGEST_OUTPUT = 128, 192
 _NUM_DECODE_STEPS = 32
+WORKLOADS = ("uneven", "seed", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,38 +83,46 @@ GPU_CLASSES = DecodeClasses((1, 16, 64, 256), (512, 2048))
 
 
 def require_fitting(
-    name: str, vocab_size: int, max_position_embeddings: int, classes: DecodeClasses
+    name: str,
+    seed: int,
+    num_requests: int | None,
+    classes: DecodeClasses,
+    *,
+    vocab_size: int,
+    max_position_embeddings: int,
 ) -> None:
-    """Refuse what a model cannot be asked, before a prompt of it is drawn.
+    """Refuse what a model cannot be asked.
 
     Args:
         name: "uneven", "seed" or "decode".
+        seed: of prompts and lengths.
+        num_requests: the first requests only; None for all.
+        classes: what `decode` goes through; nothing of it is drawn, since it may be huge.
         vocab_size: the model's.
         max_position_embeddings: the model's.
-        classes: what `decode` goes through.
 
     Raises:
         BenchmarkError: no workload is called so, it draws token ids that the vocabulary does not
             have, or the model has no positions for its longest request.
     """
-    longest = {
-        "uneven": _UNEVEN_LONGEST_PROMPT + _UNEVEN_LONGEST_OUTPUT,
-        "seed": 2 * _SEED_LONGEST,
-        "decode": max(classes.context_lens) + _NUM_DECODE_STEPS + 1,
-    }
-    if name not in longest:
-        raise BenchmarkError(f"no workload is called {name}: it is {', '.join(longest)}")
+    if name not in WORKLOADS:
+        raise BenchmarkError(f"no workload is called {name}: it is {', '.join(WORKLOADS)}")
     if name == "seed" and vocab_size <= _SEED_LARGEST_ID:
         raise BenchmarkError(
             f"the workload seed draws token ids up to {_SEED_LARGEST_ID}, and this model's "
             f"vocabulary has {vocab_size}: take a larger model, 50m or 0.6b"
         )
-    if longest[name] > max_position_embeddings:
-        instead = "a smaller --context, or a model with more"
+    instead = "a model with more"
+    if name == "decode":
+        longest = max(classes.context_lens) + _NUM_DECODE_STEPS + 1
+        instead = f"a smaller --context, or {instead}"
+    else:
+        [workload] = make_workloads(name, seed, vocab_size, classes)
+        longest = workload.first(num_requests).longest
+    if longest > max_position_embeddings:
         raise BenchmarkError(
-            f"the longest request of {name} takes {longest[name]} positions, prompt and output, "
-            f"and this model has {max_position_embeddings}: take "
-            f"{instead if name == 'decode' else 'a model with more'}"
+            f"the longest request of {name} takes {longest} positions, prompt and output, and this "
+            f"model has {max_position_embeddings}: take {instead}"
         )
 
 
@@ -143,10 +150,7 @@ def uneven(seed: int, vocab_size: int) -> Workload:
     """16 prompts of 16 to 128 tokens, with outputs of 16 to 192."""
     draw = random.Random(seed)  # noqa: S311 - seeded, so that a benchmark can be repeated
     requests = (
-        Request(
-            _token_ids(draw, draw.randint(16, _UNEVEN_LONGEST_PROMPT), vocab_size),
-            draw.randint(16, _UNEVEN_LONGEST_OUTPUT),
-        )
+        Request(_token_ids(draw, draw.randint(16, 128), vocab_size), draw.randint(16, 192))
         for _ in range(16)
     )
     return Workload("uneven", tuple(requests), is_comparison=True)
@@ -155,12 +159,8 @@ def uneven(seed: int, vocab_size: int) -> Workload:
 def seed_project(seed: int) -> Workload:
     """nano-vllm's benchmark, its numbers drawn in its order: all prompts, then all lengths."""
     draw = random.Random(seed)  # noqa: S311 - seeded, so that a benchmark can be repeated
-
-    def length() -> int:
-        return draw.randint(100, _SEED_LONGEST)
-
-    prompts = [_token_ids(draw, length(), _SEED_LARGEST_ID + 1) for _ in range(256)]
-    requests = [Request(prompt, length()) for prompt in prompts]
+    prompts = [_token_ids(draw, draw.randint(100, 1024), _SEED_LARGEST_ID + 1) for _ in range(256)]
+    requests = [Request(prompt, draw.randint(100, 1024)) for prompt in prompts]
     return Workload("seed", tuple(requests), temperature=0.6)
 
 

@@ -477,32 +477,28 @@ def test_drawn_tokens_and_short_floats_are_not_compared(folder: Path) -> None:
     assert "bfloat16" in result.not_compared
 
 
-def test_a_batch_beyond_the_engines_usual_one_is_one_step(folder: Path) -> None:
-    plan = Plan(
+def decodes(folder: Path, batch_size: int, context_len: int) -> Plan:
+    """One step class, one round, both engines."""
+    return Plan(
         workloads=("decode",),
         models=(str(folder),),
         against=(),
-        tracing="on",
         num_rounds=1,
-        batch_sizes=(520,),
-        context_lens=(1,),
+        batch_sizes=(batch_size,),
+        context_lens=(context_len,),
     )
+
+
+def test_a_batch_beyond_the_engines_usual_one_is_one_step(folder: Path) -> None:
+    plan = replace(decodes(folder, 520, 1), tracing="on")
     [result] = run_benchmark(plan, hush).results
-    decodes = [some for some in result.step_classes if some.phase == "decode"]
-    assert [(some.largest_batch, some.num_steps) for some in decodes] == [(520, 32)]
+    classes = [some for some in result.step_classes if some.phase == "decode"]
+    assert [(some.largest_batch, some.num_steps) for some in classes] == [(520, 32)]
 
 
 def test_contexts_beyond_the_engines_usual_length_run(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_SHAPE, seed=0)
-    plan = Plan(
-        workloads=("decode",),
-        models=(str(tmp_path),),
-        against=(),
-        tracing="off",
-        num_rounds=1,
-        batch_sizes=(1,),
-        context_lens=(4096,),
-    )
+    plan = replace(decodes(tmp_path, 1, 4096), tracing="off")
     [result] = run_benchmark(plan, hush).results
     assert result.workload.num_prompt_tokens == 4096
 
@@ -514,9 +510,7 @@ def test_memory_that_does_not_hold_a_workload_is_said_in_its_own_words(
         raise KVCacheError("lower num_kvcache_blocks")
 
     monkeypatch.setattr("nvtrace.bench.benchmark.running_engine", refuse)
-    plan = Plan(
-        workloads=("decode",), models=(str(folder),), batch_sizes=(3, 9), context_lens=(300,)
-    )
+    plan = replace(decodes(folder, 3, 300), batch_sizes=(3, 9))
     with pytest.raises(BenchmarkError, match=r"decode 9 x 300 needs 18 KV pages .* fewer or shor"):
         run_benchmark(plan, hush)
 
@@ -581,23 +575,11 @@ def test_a_report_that_cannot_be_written_is_still_shown(
 def test_the_failure_is_said_though_stdout_is_full(
     options: list[str], code: int, folder: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "nvtrace_cli",
-        "bench",
-        "--model",
-        str(folder),
-        "--rounds",
-        "1",
-    ]
+    command = [sys.executable, "-m", "nvtrace_cli", "bench", "--model", str(folder)]
+    few = ["--rounds", "1", "--requests", "1", "--against", "none", "--quiet"]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         ended = subprocess.run(
-            [*command, "--requests", "1", "--against", "none", "--quiet", *options],
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
+            [*command, *few, *options], check=False, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (ended.returncode, ended.stderr.count("\n")) == (code, 1)
     assert ("/dev/full could not be written" in ended.stderr) == (code == 5)
@@ -608,14 +590,7 @@ def test_two_engines_must_fit_into_the_memory_together(
 ) -> None:
     per_token = model_facts("m", ModelConfig.from_folder(folder), "float32").kv_bytes_per_token
     monkeypatch.setattr("nvtrace.bench.benchmark.cpu_memory", lambda: (2**40, 3 * 256 * per_token))
-    both = Plan(
-        workloads=("decode",),
-        models=(str(folder),),
-        against=(),
-        num_rounds=1,
-        batch_sizes=(2,),
-        context_lens=(9,),
-    )
+    both = decodes(folder, 2, 9)
     with pytest.raises(BenchmarkError, match=r"2 KV pages .* memory does not hold them"):
         run_benchmark(both, hush)
     [result] = run_benchmark(replace(both, tracing="on"), hush).results

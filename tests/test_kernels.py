@@ -92,7 +92,7 @@ def test_as_many_workers_as_an_h200_runs_at_once_share_the_contexts(
 
 
 def test_workers_refuse_a_batch_of_nothing() -> None:
-    with pytest.raises(ValueError, match=r"must be positive: \(0, 8, 4096, 132\)"):
+    with pytest.raises(ValueError, match=r"must be positive, not \(0, 8, 4096, 132\)"):
         choose_workers(0, 8, 4096, FOUR_BESIDE, 132)
 
 

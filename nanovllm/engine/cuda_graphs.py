@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
 
-# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds; where
-# that is hundreds of rows, steps of 64 are as good.
+# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds. From
+# 512 on, steps of 64: each graph takes time and memory at the start.
 SIZES = (1, 2, 4, 8, *range(16, 512, 16), *range(512, 2049, 64))
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the numbers of rows to record graphs for, ascending; the last holds `max_num_seqs`.
 
-    (Beyond 2,048 sequences a step is long enough to be launched kernel by kernel.)
+    Beyond 2,048 sequences a step is launched kernel by kernel.
     """
     limit = min(max_num_seqs, SIZES[-1])
     return [*(size for size in SIZES if size < limit), limit]

@@ -131,7 +131,10 @@ def choose_workers(
     """
     numbers = (num_seqs, num_kv_heads, max_context, num_multiprocessors)
     if min(numbers) < 1:
-        raise ValueError(f"sequences, heads, context, multiprocessors must be positive: {numbers}")
+        raise ValueError(
+            "num_seqs, num_kv_heads, max_context and num_multiprocessors must be positive, "
+            f"not {numbers}."
+        )
     most = num_seqs * ceil_div(max_context, MIN_TOKENS_A_WORKER)
     return max(min(num_multiprocessors * tiling.num_neighbours // num_kv_heads, most), 1)
 

@@ -212,14 +212,15 @@ class _Benchmark:
         }
         names = {name for work in workloads for name in self._names(work)}
         contenders: list[Contender] = []
+        num_engines = len(names & {ENGINE, TRACED})
         refusal = BenchmarkError(
             f"{largest} needs {num_pages} KV pages of {config.kvcache_block_size} tokens in each "
-            "engine, and the memory does not hold them: ask for fewer or shorter requests, or for "
-            "one engine (--trace on)"
+            "engine, and the memory does not hold them: ask for fewer or shorter requests"
+            + (", or for one engine (--trace on)" if num_engines > 1 else "")
         )
         if config.device == "cpu":  # which promises more than it has, and dies of it
             num_bytes = num_pages * config.kvcache_block_size * model.kv_bytes_per_token
-            if num_bytes * len(names & {ENGINE, TRACED}) > cpu_memory()[1]:
+            if num_bytes * num_engines > cpu_memory()[1]:
                 raise refusal
         try:
             if ENGINE in names:

@@ -20,9 +20,10 @@ from nanovllm.errors import KVCacheError
 from nanovllm.models.config import ModelConfig
 from nvtrace import events as ev
 from nvtrace.bench import BenchmarkError
+from nvtrace.bench import machine as bench_machine
 from nvtrace.bench.benchmark import Plan, run_benchmark
 from nvtrace.bench.contenders import running_engine
-from nvtrace.bench.machine import computing_with, describe_machine, measure_bandwidth
+from nvtrace.bench.machine import computing_with, copy_size, describe_machine, measure_bandwidth
 from nvtrace.bench.models import SHAPES, model_facts, model_folder, write_random_model
 from nvtrace.bench.report import Report, Spread, decode, encode
 from nvtrace.bench.rounds import Outcome, Round, first_difference, ratios, run_rounds, spread
@@ -391,6 +392,69 @@ def test_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_copy_moves_bytes() -> None:
     assert measure_bandwidth(torch.device("cpu")) > 0
+
+
+class StandInGpu:
+    """Copies take time by its own clock; the host's clock knows nothing of that."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.num_copies = 0
+
+    def copy(self, *_: object) -> None:
+        """One copy: 2 ms, or 5 where something else has the memory (every fourth ten)."""
+        self.now_ms += 5.0 if self.num_copies // 10 % 4 == 3 else 2.0
+        self.num_copies += 1
+
+    def mark(self, *, enable_timing: bool) -> StandInMark:
+        """What takes the time."""
+        assert enable_timing
+        return StandInMark(self)
+
+
+class StandInMark:
+    """A `torch.cuda.Event`, as far as it is asked."""
+
+    def __init__(self, gpu: StandInGpu) -> None:
+        self.gpu, self.ms, self.is_waited_for = gpu, -1.0, False
+
+    def record(self) -> None:
+        self.gpu.now_ms += 1e-3  # a launch, once a try
+        self.ms = self.gpu.now_ms
+
+    def synchronize(self) -> None:
+        self.is_waited_for = True
+
+    def elapsed_time(self, later: StandInMark) -> float:
+        assert later.is_waited_for
+        return later.ms - self.ms
+
+
+def test_a_gpus_copies_are_timed_by_its_own_clock_ten_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = StandInGpu()
+    monkeypatch.setattr(bench_machine, "copy_size", lambda *_: 1000)
+    monkeypatch.setattr(torch.Tensor, "copy_", gpu.copy)
+    found = measure_bandwidth(torch.device("cpu"), num_copies=10, make_mark=gpu.mark)
+    assert gpu.num_copies == 80
+    assert math.isclose(
+        found, 2 * 1000 / 2e-3, rel_tol=1e-3
+    )  # the best try's, launches hardly count
+
+
+@pytest.mark.parametrize(
+    ("device_type", "free_bytes", "expected"),
+    [
+        ("cuda", 140 * 1024**3, 4 * 1024**3),
+        ("cuda", 8 * 1024**3, 2 * 1024**3),  # as large as fits
+        ("cpu", 64 * 1024**3, 256 * 1024**2),
+        ("cpu", 100 * 1024**2, 25 * 1024**2),
+        ("cpu", 0, 1),
+    ],
+)
+def test_a_copy_is_as_large_as_fits(device_type: str, free_bytes: int, expected: int) -> None:
+    assert copy_size(device_type, free_bytes) == expected
 
 
 def test_threads_are_put_back() -> None:

@@ -137,8 +137,8 @@ assert list(first_tokens["step"]) == [2, 5]
 # ## Mixed steps
 #
 # Chunks have a second use. If a prompt can be cut anywhere, a step can first give one token to
-# everybody who runs, and spend the *rest* of its budget on prompts. That is the policy `mixed` (and
-# vLLM's default). The same three requests, arriving in the same steps, under both policies:
+# everybody who runs, and spend the *rest* of its budget on prompts. That is the policy `mixed`,
+# close to vLLM's rule. The same three requests, arriving in the same steps, under both policies:
 
 # %%
 policies = {

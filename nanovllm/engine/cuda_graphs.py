@@ -28,7 +28,7 @@ values are written to places that are nobody's yet or get the same again, its to
 Should only some of its rows have ended unforeseen, the others count.
 
 Knows rows, their tensors and the graphs. Does not know why a batch is what it is, nor what the
-model computes. vLLM's counterpart is `vllm/v1/worker/gpu_model_runner.py`, `capture_model`.
+model computes. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`, `capture_model`.
 """
 
 from __future__ import annotations

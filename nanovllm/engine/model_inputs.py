@@ -1,8 +1,8 @@
 """Batch -> the numbers a forward pass needs, as plain lists. Pure functions.
 
 Knows how a batch is laid out flat and where each token's K and V go. Does not know tensors or
-devices: `model_runner.py` turns the lists into tensors. vLLM's counterpart is `_prepare_inputs` in
-`vllm/v1/worker/gpu_model_runner.py`.
+devices: `model_runner.py` turns the lists into tensors. vLLM's counterpart is `prepare_inputs` in
+`vllm/v1/worker/gpu/model_runner.py`.
 
 A page of block_size tokens has block_size slots; slot = page * block_size + offset in the page.
 Two sequences of 11 and 17 tokens, pages of 256, tables [0] and [1]:

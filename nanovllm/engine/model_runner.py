@@ -1,7 +1,7 @@
 """ModelRunner: Batch -> tokens. The only place where sequences become tensors and come back.
 
 Knows the model, the pages' tensors and the device. Does not know queues or why a batch is what it
-is. vLLM's counterpart is `vllm/v1/worker/gpu_model_runner.py`.
+is. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
 
 Start-up, in the article's order: take a place among the ranks, load the weights, compute a made-up
 step to see what memory it takes, work out how many KV pages fit, allocate them and hand each layer

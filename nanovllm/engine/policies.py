@@ -30,10 +30,11 @@ def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def mixed(scheduler: Scheduler, batch: Batch) -> None:
-    """What vLLM V1 does: one token for everybody who runs, and the rest of the budget for prompts.
+    """Close to vLLM V1: one token for everybody who runs, and the rest of the budget for prompts.
 
     Nobody who runs waits for somebody else's prompt. (A budget smaller than the running queue
-    reaches the oldest only; that holds for every policy.)
+    reaches the oldest only; that holds for every policy.) What vLLM 0.32.0 does otherwise, such as
+    taking pages chunk by chunk, is listed in `docs/en/vllm.md`.
     """
     scheduler.decode(batch)
     scheduler.continue_prefill(batch)

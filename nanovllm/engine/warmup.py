@@ -9,7 +9,7 @@ prefill, the largest sampling, and the largest decode that will be recorded as a
 The rows have no slots, so nothing is written; attention sees the new tokens alone. No user's
 request is involved, and no page: what the layers hold meanwhile is one page for all.
 
-Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu_model_runner.py`.
+Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/model_runner.py`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ A decode step must read every weight once, and every key and value of every cont
 
     floor = (weight bytes + context tokens x KV bytes of a token) / bandwidth
 
+The bandwidth is a copy's. What only reads can be a few percent faster.
+
 Scheduling never looks at the clock. So step 17 of the engine that is traced and step 17 of the one
 that is not do the same, and the trace tells what both were.
 """
@@ -50,7 +52,7 @@ class Floor:
         return cls(model.weight_bytes, model.kv_bytes_per_token, bytes_per_second)
 
     def step_ms(self, num_context_tokens: int) -> float:
-        """The least time of a decode step over so many tokens of context, in milliseconds."""
+        """What the bytes of a decode step over so many tokens of context take, in milliseconds."""
         num_bytes = self.weight_bytes + num_context_tokens * self.kv_bytes_per_token
         return num_bytes / self.bytes_per_second * 1e3
 

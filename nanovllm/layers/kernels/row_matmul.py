@@ -1,4 +1,4 @@
-"""multiply_row: one row times a large weight, as fast as the weight can be read.
+"""multiply_row: one row times a large weight, which is read once and early.
 
 With one row there is one multiplication for each number of the weight, so the memory sets the time
 and the arithmetic is free. What matters is that the whole chip asks for its part of the weight at

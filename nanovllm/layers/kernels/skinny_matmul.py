@@ -1,4 +1,4 @@
-"""skinny_matmul: few rows times a large weight, as fast as the weight can be read.
+"""skinny_matmul: few rows times a large weight, which is read once and early.
 
 With few rows there is little arithmetic for each number of the weight, so the memory sets the time.
 One row alone goes to `row_matmul`. A tensor core multiplies 16 rows at once, so from 2 to 16 cost

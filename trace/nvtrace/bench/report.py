@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         processor: the CPU's name.
         num_threads: CPU threads that torch computed with, for every contender.
         device: what the models ran on: "cpu", or the GPU's name.
-        bytes_per_second: what a large copy on that device moved, read and written; None if no step
+        bytes_per_second: what large copies on that device moved, read and written; None if no step
             was looked at.
         load_average: processes that wanted a core in the minute before. With `num_threads` they
             should not exceed `num_cpus`, or the figures are of a busy machine.

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import ast
-import io
+import dataclasses
 import json
 from dataclasses import replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import POLICIES
+from nanovllm.layers.attention import make_attention_backend
+from nanovllm.layers.attention_choice import ATTENTION_BACKENDS
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.parallel import ALONE, BACKENDS
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.loader import find_destinations
 from nvtrace import events as ev
 from nvtrace.catalog import LANGUAGES, load_catalog
-from nvtrace.check import INVARIANTS, Checker, Fact, Finding, check
-from nvtrace.envelope import Header, Record, Unknown
-from nvtrace.pipeline import Sink
-from nvtrace.ranks import RankRecorder
+from nvtrace.check import INVARIANTS, Checker, Fact, Finding, check, fields
+from nvtrace.check.startup import weights_of
+from nvtrace.envelope import Footer, Header, Record, Unknown
 from nvtrace.reader import read_trace
 from nvtrace.recorder import record
 from nvtrace.reference import RECORD_TYPES
@@ -29,14 +39,16 @@ from nvtrace_cli.check import Watch
 from support.cli import call
 from support.cli_traces import write_records
 from support.docs import DOCS
+from support.fake_runner import FAKE_MODEL, make_engine
 from support.faults import EXERCISES, FAULTS, Fault, record_fault, record_sound
 from support.fuzz import draw_case
 from support.mutations import Mutant, caught_by_kind, is_caught, table, traces
 from support.oracle import Oracle, save_tokenizer
 from support.recording import BUSY, BUSY_MIXED, HOOKS_OF_A_STEP, Interruption, Recording
-from support.workload import MemoryFile, Run, Workload, workloads
+from support.workload import Run, Workload, workloads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from nanovllm.engine.batch import Batch
@@ -61,7 +73,7 @@ def catalog(request: pytest.FixtureRequest) -> Catalog:
     return load_catalog(request.param)
 
 
-def changed(records: list[Record], kind: type[ev.Event], **fields: object) -> list[Record]:
+def changed(records: list[Record], kind: type[msgspec.Struct], **fields: object) -> list[Record]:
     """The records with these fields of the first event of a kind changed."""
     index = next(i for i, item in enumerate(records) if isinstance(item, kind))
     new: Any = msgspec.structs.replace(records[index], **fields)
@@ -98,6 +110,11 @@ def test_nothing_is_found_where_there_are_graphs_calls_and_cache_resets(
     }
     assert told == set(ev.EVENT_TYPES)
     assert [finding for records in sources for finding in check(records)] == []
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "traces").glob("*.zst")), ids=lambda p: p.name)
+def test_nothing_is_found_in_a_trace_of_the_docs(path: Path) -> None:
+    assert list(check(read_trace(path, warn=pytest.fail))) == []
 
 
 def decodes_then_cuts_any_prompt(scheduler: Scheduler, batch: Batch) -> None:
@@ -148,23 +165,24 @@ def test_an_event_of_a_newer_version_is_passed_over() -> None:
     assert list(check([*records[:place], unknown, *later])) == []
 
 
-def test_a_rank_that_hears_of_no_request_is_asked_for_numbers_and_times_alone() -> None:
-    file = MemoryFile()
-    recorder = RankRecorder(Sink(file), 1, "x")
-    recorder.trace.write_header({}, {}, 1, 2)
-    init = next(item for item in Recording(BUSY).records if isinstance(item, ev.EngineInit))
-    envelope = {"event_id", "ts_ns", "step", "phase"}
-    fields = {k: v for k, v in msgspec.structs.asdict(init).items() if k not in envelope}
-    recorder.trace.add(ev.EngineInit, "bootstrap", **{**fields, "tp_size": 2})
-    recorder.tp_runtime_init(1, 2, "cpu", "gloo")
-    for step in (1, 2):
-        recorder.step_start(step)
-        recorder.run_eager("prefill", 5)
-    recorder.close()
-    records = list(read_trace(io.BytesIO(file.contents)))
-    assert list(check(records)) == []
-    [finding] = check(changed(records, ev.RunEager, ts_ns=0))
-    assert finding.invariant == "times"
+@pytest.mark.parametrize(
+    ("kind", "values", "invariant"),
+    [
+        (ev.RunEager, {"ts_ns": 0}, "times"),
+        (ev.RunEager, {"num_tokens": 27}, "graph_size"),
+        (ev.PreparePrefillTensors, {"max_seqlen_k": 18}, "layout"),
+        (ev.PreparePrefillTensors, {"slot_ranges": [(0, 10), (257, 273)]}, "layout"),
+        (ev.PreparePrefillTensors, {"slot_ranges": [(0, 10), (2**40, 2**40 + 16)]}, "layout"),
+        (ev.PrepareDecodeTensors, {"step": 1}, "steps"),
+        (ev.PrepareDecodeTensors, {"slot_mapping": [11, 274]}, "layout"),
+        (ev.CudagraphReplay, {"graph_batch_size": 3, "padding": 1}, "graph_size"),
+    ],
+)
+def test_a_rank_that_hears_of_no_request_is_asked_whether_its_layouts_and_runs_agree(
+    kind: type[ev.Event], values: dict[str, Any], invariant: str
+) -> None:
+    wrong = changed(recorded("gpu-two-gpus.rank1"), kind, **values)
+    assert {finding.invariant for finding in check(wrong)} == {invariant}
 
 
 # -- an unsound trace ------------------------------------------------------------------------------
@@ -228,7 +246,7 @@ def test_of_one_event_each_invariant_is_told_once() -> None:
     ("kind", "fields", "invariant"),
     [
         (ev.EngineReady, {"num_kvcache_blocks": 10**9}, "follows"),
-        (ev.EngineInit, {"block_size": 0}, "settings"),
+        (ev.EngineInit, {"block_size": 0}, "ranges"),
         (ev.RequestEnqueue, {"max_tokens": 10**12}, "request_facts"),
         (ev.BlocksAllocate, {"block_ids": [[-1]]}, "names"),
         (ev.SchedulePrefill, {"num_scheduled_tokens": [10**15]}, "budgets"),
@@ -240,6 +258,252 @@ def test_facts_of_any_size_are_judged(
 ) -> None:
     records = sources[4 if kind is ev.CudagraphReplay else 0]  # the one that knows its graphs
     assert invariant in {finding.invariant for finding in check(changed(records, kind, **fields))}
+
+
+# -- every field -----------------------------------------------------------------------------------
+
+WORDS_OF_ANYBODY = {
+    *(("TRACE_HEADER", name) for name in ("environment", "architecture", "hidden_act")),
+    *(("ENGINE_ERROR", "message"), ("REQUEST_OUTPUT", "text")),
+}
+RANKS = ("two-ranks.rank1", "gpu-two-gpus.rank1")
+POSSIBLE_IN_A_HEADER = {  # other engines, clocks and models than those that were recorded
+    *("name=x", "version=x", "source=x"),
+    *("attention_bias=True", "dtype=None", "rms_norm_eps=1e+308", "rope_theta=1e+308"),
+    "eos_token_ids=[]",  # the tokenizer may know them
+}
+SECTIONS = ("clock", "engine", "model", "config")  # of the header; "environment" is words
+
+
+def recorded(name: str) -> list[Record]:
+    return [*read_trace(DOCS / "traces" / f"{name}.jsonl.zst", warn=pytest.fail)]
+
+
+def impossible(kind: Any, value: Any) -> Iterator[Any]:  # noqa: ANN401 - of any field
+    """What no field of a type holds, and the other codes of a field that has some."""
+    args = get_args(kind)
+    match get_origin(kind) or kind:
+        case origin if origin is Literal:
+            yield from (code for code in args if code != value)
+        case origin if origin is UnionType:
+            yield from chain.from_iterable(impossible(arg, value) for arg in args)
+        case origin if origin in (list, tuple):
+            first, rest = (value[0], value[1:]) if value else (None, [])
+            yield from (origin([bad, *rest]) for bad in impossible(args[0], first))
+            if origin is list and value != []:
+                yield []
+        case origin if origin is int:
+            yield -1 - abs(value or 0)
+        case origin if origin is float:
+            yield -0.5
+        case origin if origin is str:
+            yield ""
+
+
+def missed(records: list[Record], index: int) -> list[tuple[str, object]]:
+    """The impossible values of a record's fields that the check does not find."""
+    item: Any = records[index]
+    tag = item.__struct_config__.tag
+    tried = [
+        (field.name, bad)
+        for field in msgspec.structs.fields(item)
+        if (tag, field.name) not in WORDS_OF_ANYBODY
+        for bad in impossible(field.type, getattr(item, field.name))
+    ]
+    assert tried
+    found = {
+        number
+        for number, (name, bad) in enumerate(tried)
+        for wrong in [msgspec.structs.replace(item, **{name: bad})]
+        if is_caught(Mutant("", "", [*records[:index], wrong, *records[index + 1 :]]))
+    }
+    return [each for number, each in enumerate(tried) if number not in found]
+
+
+@pytest.mark.parametrize("kind", [*ev.EVENT_TYPES.values(), Footer], ids=lambda kind: kind.__name__)
+def test_what_a_field_cannot_hold_is_found_in_every_field(
+    kind: type[Record], sources: list[list[Record]]
+) -> None:
+    # Those that tell of their start come first: there it is known why a step ran as it did.
+    records = next(r for r in reversed(sources) if any(isinstance(item, kind) for item in r))
+    index = next(i for i, item in enumerate(records) if isinstance(item, kind))
+    assert missed(records, index) == []
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_what_a_field_cannot_hold_is_found_in_the_trace_of_a_rank_that_hears_of_no_request(
+    name: str,
+) -> None:
+    records = recorded(name)
+    assert list(check(records)) == []
+    kinds = {type(item): index for index, item in reversed([*enumerate(records)])}
+    assert len(kinds) > 8
+    # How a decode ran is said in a rank's later steps as well; "mixed" is a prefill here.
+    unknown = {("reason", "mixed")} | {("phase", phase) for phase in get_args(ev.Phase)}
+    for kind, index in kinds.items():
+        if kind is not Header:
+            assert {(n, bad) for n, bad in missed(records, index) if bad != []} <= unknown, kind
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("name", ["example", "gpu-two-gpus"])
+def test_what_the_header_cannot_hold_is_found_in_every_section(name: str, section: str) -> None:
+    header, *events = recorded(name)
+    values: dict[str, Any] = getattr(header, section)
+    others: list[Any] = [-1, "", [], "x", 1e308, None, {"a": [1]}, True]
+    for field, value in values.items():
+        if value is None or ("TRACE_HEADER", field) in WORDS_OF_ANYBODY:
+            continue
+        for other in others:
+            wrong: Any = msgspec.structs.replace(header, **{section: values | {field: other}})
+            is_possible = f"{field}={other}" in POSSIBLE_IN_A_HEADER or other == value
+            is_found = is_caught(Mutant("", "", [wrong, *events]))
+            assert is_found or is_possible, (field, other)
+
+
+def test_every_field_of_every_event_is_in_the_table() -> None:
+    used: set[str] = set()
+    names = [
+        *(
+            (f.name, tag)
+            for tag, kind in RECORD_TYPES.items()
+            for f in msgspec.structs.fields(kind)
+        ),
+        *((f.name, "config") for f in dataclasses.fields(Config)),
+        *((f.name, "model") for f in dataclasses.fields(ModelConfig)),
+        *((name, "clock") for name in ("unit", "source", "anchor_unix_ns")),
+        *(("name", "engine"), ("version", "engine"), ("num_cpus", "environment")),
+    ]
+    free = {"architecture", "hidden_act", "rope_scaling"}
+    for name, place in names:
+        values = fields.values_of(name, place)
+        assert callable(values) or values in {*INVARIANTS, fields.WORDS} or name in free, name
+        used |= {name, f"{place}.{name}"}
+    assert {*fields.FIELDS} - used == set()
+
+
+@pytest.mark.parametrize("maker", ["SamplingParams", "Config"])
+def test_the_ranges_are_those_that_the_engine_takes(maker: str) -> None:
+    place, options = {
+        "SamplingParams": ("REQUEST_ENQUEUE", dataclasses.fields(SamplingParams)),
+        "Config": ("config", dataclasses.fields(Config)),
+    }[maker]
+    numbers = [*(sign * 2**e + d for e in (0, 1, 31, 64) for d in (-1, 0, 1) for sign in (-1, 1))]
+    reals = [-0.5, 0.5, 1.0, 1.5, 1e6, 1e6 + 1, 7 * 24 * 3600.0, 7 * 24 * 3600.5]
+    codes = ["", "x", *ATTENTION_BACKENDS, "cpu", "cuda", "float16", "float32", "bfloat16"]
+    compared = 0
+    for option in options:
+        if option.name in {"model", "policy", "attention_reason"}:  # words, and what is found
+            continue
+        lists: list[Any] = [[""], ["x"], [-1], [2**31], [3], ["x", ""], [3, -1]]
+        for value in (*numbers, *reals, *codes, True, *lists):
+            try:
+                if maker == "Config":
+                    Config.create("m", {option.name: value})
+                else:
+                    replace(SamplingParams(), **{option.name: value})
+                is_taken = True
+            except (TypeError, ValueError):
+                is_taken = False
+            told = [value] if option.name == "stop" and isinstance(value, str) else value
+            values = fields.values_of(option.name, place)
+            assert callable(values)
+            assert (values(told) is None) == is_taken, (option.name, value)
+            compared += is_taken
+    assert compared > 50
+
+
+def test_what_is_known_of_a_model_and_of_ranks_is_what_the_engine_knows() -> None:
+    assert fields.TP_BACKENDS == BACKENDS
+    for is_tied in (True, False):
+        sizes: Any = {"hidden_size": 4, "head_dim": 4, "num_hidden_layers": 3}
+        sizes |= {"intermediate_size": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = replace(FAKE_MODEL, tie_word_embeddings=is_tied, **sizes)
+        with torch.device("meta"):
+            made = Qwen3ForCausalLM(model, make_attention_backend("sdpa"), ALONE, 8)
+        num_keys = len(find_destinations(made))
+        assert weights_of(dataclasses.asdict(model)) == (num_keys, model.num_parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "values", "invariant"),
+    [
+        ("example", ev.RequestEnqueue, {"top_k": -3}, "ranges"),
+        ("example", ev.RequestEnqueue, {"top_k": 0}, "ranges"),
+        ("example", ev.RequestEnqueue, {"logprobs": -2}, "ranges"),
+        ("example", ev.RequestEnqueue, {"seed": -1}, "ranges"),
+        ("example", ev.RequestEnqueue, {"seed": 2**64}, "ranges"),
+        ("example", ev.RequestEnqueue, {"stop": [""]}, "ranges"),
+        ("example", ev.RequestEnqueue, {"stop_token_ids": [5, -3]}, "ranges"),
+        ("example", ev.RequestEnqueue, {"temperature": float("nan")}, "ranges"),
+        ("example", ev.StepEnd, {"gpu_ns": 5}, "step_times"),
+        ("gpu-example", ev.StepEnd, {"gpu_ns": 10**12}, "step_times"),
+        ("two-ranks", ev.TpRuntimeInit, {"backend": "mpi"}, "ranges"),
+        ("two-ranks", ev.TpRuntimeInit, {"backend": "nccl"}, "settings"),
+        ("two-ranks", ev.TpRuntimeInit, {"device": "cpu:7"}, "settings"),
+        ("gpu-two-gpus", ev.TpRuntimeInit, {"device": "cuda:1"}, "settings"),
+        ("example", ev.EngineInit, {"attention_backend": "none"}, "ranges"),
+        ("example", ev.EngineReady, {"eos_token_ids": [3072]}, "pool_size"),
+        ("gpu-benchmark", ev.EngineReady, {"eos_token_ids": [151936]}, "pool_size"),
+        ("example", ev.EngineReady, {"duration_ns": -1}, "ranges"),
+        ("example", ev.EngineReady, {"duration_ns": 1}, "times"),
+        ("example", ev.ModelWeightsLoaded, {"duration_ns": 10**12}, "times"),
+        ("example", ev.ModelWeightsLoaded, {"num_keys": 67}, "settings"),
+        ("example", ev.ModelWeightsLoaded, {"num_keys": 69}, "settings"),
+        ("example", ev.ModelWeightsLoaded, {"num_bytes": 98378240}, "settings"),
+        ("gpu-example", ev.KvBudgetEstimate, {"limit_bytes": 1}, "pool_size"),
+        ("example", ev.KvBudgetEstimate, {"graph_pool_bytes": 1}, "pool_size"),
+        ("example", ev.KvBudgetEstimate, {"rule": "given"}, "pool_size"),
+        ("example", Footer, {"exit": "error"}, "exit"),
+        ("example", Footer, {"exit": "interrupted"}, "exit"),
+        ("example", Footer, {"error_type": "ValueError"}, "exit"),
+        ("example", Header, {"rank": 1}, "settings"),
+        ("example", Header, {"created": "yesterday"}, "settings"),
+        ("example", Header, {"created": "2026-11-30T02:33:17.816813+00:00"}, "settings"),
+        ("gpu-two-gpus", Header, {"world_size": 4}, "settings"),
+    ],
+)
+def test_a_value_that_cannot_be_is_found_for_what_it_is(
+    name: str, kind: type[Any], values: dict[str, Any], invariant: str
+) -> None:
+    assert invariant in {f.invariant for f in check(changed(recorded(name), kind, **values))}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_ok_is_not_said_of_a_run_that_ends_in_a_step_or_with_prompts_that_run(place: int) -> None:
+    records = recorded("example")
+    index = next(i for i, item in enumerate(records) if isinstance(item, ev.StepEnd)) + place
+    footer = Footer(event_id=index, num_events=index - 1, exit="ok")
+    [finding] = check([*records[:index], footer])
+    assert (finding.invariant, finding.known.name) == ("exit", "unfinished")
+    assert list(check([*records[:index], msgspec.structs.replace(footer, exit="error")])) == []
+
+
+def generate_and_raise(path: Path, error: type[BaseException]) -> None:
+    with record(path, existing="replace") as recorder:
+        make_engine(BUSY.settings, recorder).generate([[1, 2]], SamplingParams(temperature=0))
+        raise error
+
+
+def test_whoever_calls_step_may_stop_while_requests_run_and_fail_for_reasons_of_their_own(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    with record(path) as recorder:
+        engine = make_engine(BUSY.settings, recorder)
+        engine.generate([[1, 2]], SamplingParams(temperature=0))
+        engine.add_request([1, 2, 1], SamplingParams(temperature=0, ignore_eos=True))
+        engine.step()
+    assert list(check(read_trace(path, warn=pytest.fail))) == []
+    for error in (LookupError, KeyboardInterrupt):
+        with pytest.raises(error):
+            generate_and_raise(path, error)
+        *records, footer = read_trace(path, warn=pytest.fail)
+        assert isinstance(footer, Footer)
+        assert footer.error_type == error.__name__
+        assert list(check([*records, footer])) == []
+        [finding] = check([*records, msgspec.structs.replace(footer, error_type=None)])
+        assert finding.invariant == "exit"
 
 
 # -- broken engines --------------------------------------------------------------------------------

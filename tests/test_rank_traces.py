@@ -118,6 +118,12 @@ def told(recorder: RankRecorder, oracle: Oracle) -> None:
     recorder.step_start(2)
     recorder.prepare_decode_tensors(DecodeInputs([4], [3], [3], [4], [[0]]))
     recorder.run_eager("device_has_no_graphs", 1)
+    recorder.step_start(3)
+    recorder.prepare_prefill_tensors(prefill)
+    recorder.run_eager("prefill", 3)
+    recorder.step_start(4)
+    recorder.prepare_decode_tensors(DecodeInputs([4], [3], [3], [4], [[0]]))
+    recorder.cudagraph_replay(1, 1, is_ahead=False)
 
 
 def test_a_workers_trace_says_who_it_is_and_what_it_did_in_each_step(oracle: Oracle) -> None:
@@ -131,7 +137,7 @@ def test_a_workers_trace_says_who_it_is_and_what_it_did_in_each_step(oracle: Ora
     header, *events, footer = records
     assert isinstance(header, Header)
     assert (header.rank, header.world_size, header.run_id) == (2, 3, "the run")
-    assert footer == Footer(event_id=7, num_events=6, exit="ok")
+    assert footer == Footer(event_id=11, num_events=10, exit="ok")
     assert [(ev.tag_of(e), e.step, e.phase) for e in events if isinstance(e, ev.Event)] == [
         ("ENGINE_INIT", None, "bootstrap"),
         ("TP_RUNTIME_INIT", None, "init"),
@@ -139,6 +145,10 @@ def test_a_workers_trace_says_who_it_is_and_what_it_did_in_each_step(oracle: Ora
         ("RUN_EAGER", 1, "prefill"),
         ("PREPARE_DECODE_TENSORS", 2, "decode"),
         ("RUN_EAGER", 2, "decode"),
+        ("PREPARE_PREFILL_TENSORS", 3, "prefill"),
+        ("RUN_EAGER", 3, "prefill"),
+        ("PREPARE_DECODE_TENSORS", 4, "decode"),
+        ("CUDAGRAPH_REPLAY", 4, "decode"),
     ]
 
 

@@ -61,11 +61,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 
 
 class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_FOOTER"):
-    """The trace was closed in good order, after `num_events` events."""
+    """The trace was closed in good order, after `num_events` events.
+
+    `error_type` is the exception that ended the recording, if one did.
+    """
 
     event_id: int
     num_events: int
     exit: Literal["ok", "error", "interrupted"]
+    error_type: str | None = None
 
 
 class Unknown(msgspec.Struct, frozen=True, kw_only=True):

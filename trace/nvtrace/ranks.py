@@ -63,6 +63,12 @@ class RankRecorder(Recorder):
         super().run_eager(reason, num_tokens)
         self.trace.drain()  # this is the end of the step here
 
+    @override
+    def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
+        self.trace.batch_phase = "decode"
+        super().cudagraph_replay(batch_size, graph_batch_size, is_ahead=is_ahead)
+        self.trace.drain()
+
 
 @dataclass(frozen=True, slots=True)
 class RankRecipe:

@@ -151,7 +151,8 @@ class Recorder(Observer):
         if error is None:
             self.close("ok")
         else:
-            self.close("interrupted" if isinstance(error, KeyboardInterrupt) else "error")
+            is_stop = isinstance(error, KeyboardInterrupt)
+            self.close("interrupted" if is_stop else "error", type(error).__name__)
 
     # -- bootstrap, init -------------------------------------------------------------------------
 
@@ -571,9 +572,14 @@ class Recorder(Observer):
         self.trace.drain()
         self.trace.step = None
 
-    def close(self, exit_: Exit = "ok") -> None:
-        """Write what is left and the footer. A second call does nothing."""
-        self.trace.close(exit_)
+    def close(self, exit_: Exit = "ok", error_type: str | None = None) -> None:
+        """Write what is left and the footer. A second call does nothing.
+
+        Args:
+            exit_: how the recording ended.
+            error_type: the name of the exception that ended it, if one did.
+        """
+        self.trace.close(exit_, error_type)
 
     def _since_last_init(self) -> int:
         now = self.trace.now()

@@ -130,7 +130,7 @@ class TraceWriter:
             if self._tap is not None:
                 self._tap(events)
 
-    def close(self, exit_: Exit) -> None:
+    def close(self, exit_: Exit, error_type: str | None = None) -> None:
         """Drain, write the footer, close the file. A second call does nothing."""
         if self._is_closed:
             return
@@ -139,7 +139,12 @@ class TraceWriter:
         self.drain()
         self._is_closed = True
         self._logger.emit(
-            Footer(event_id=self.num_events + 1, num_events=self.num_events, exit=exit_)
+            Footer(
+                event_id=self.num_events + 1,
+                num_events=self.num_events,
+                exit=exit_,
+                error_type=error_type,
+            )
         )
         self.sink.close()
 

@@ -5,11 +5,13 @@
 
     finding    what a finding and a rule are
     ledger     what is known when an event comes, and what must follow from it
-    stream     numbers, times, order of the events        } the rules; each yields
-    startup    settings, size of the pool                 } facts that disagree
+    fields     what each field can hold                   } the rules; each yields
+    stream     numbers, times, order of the events        } facts that disagree
+    startup    settings, size of the pool                 }
     queues     who comes, waits, runs and ends            }
     pages      free list, tables, hashes                  }
     steps      batch, layout, sums                        }
+    ranks      the same of a rank that an engine started  }
     checker    asks every rule about every event
 
 Knows an engine by its trace alone: no engine, no torch. Does not know files (`nvtrace.reader`) or

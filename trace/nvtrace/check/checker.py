@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.check import pages, queues, startup, steps, stream
+from nvtrace.check import fields, pages, queues, ranks, startup, steps, stream
 from nvtrace.check.finding import Clash, Fact, Finding, Rule
 from nvtrace.check.ledger import Ledger
 from nvtrace.envelope import Footer, Header, Record, Unknown
@@ -19,8 +19,10 @@ from nvtrace.replay import InconsistentTraceError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_RULES = (*stream.RULES, *startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES)
-INVARIANTS = ("names", "follows", *dict.fromkeys(rule.invariant for rule in _RULES))
+_OF_VALUES = (*fields.RULES, *stream.RULES)  # can be asked even where nobody knows who is meant
+_OF_STATE = (*startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES, *ranks.RULES)
+_RULES = (*_OF_VALUES, *_OF_STATE)
+INVARIANTS = ("names", "follows", "exit", *dict.fromkeys(rule.invariant for rule in _RULES))
 """The names of all invariants. What each means and teaches is in the word catalogs."""
 
 _NOT_UNDERSTOOD = (LookupError, ValueError, ArithmeticError)
@@ -49,12 +51,17 @@ class Checker:
         found: list[Finding] = []
         match record:
             case Header():
-                self._ledger.header = record
+                self._ledger.header, clashes = fields.sound(record)
+                clashes += fields.in_range(self._ledger, record)
+                found += (_finding("ranges", record, clash) for clash in clashes)
+                clashes = [*startup.header(self._ledger.header)]
+                found += (_finding("settings", record, clash) for clash in clashes)
             case Unknown(fields={"event_id": int(event_id)}):  # of a newer version: it has a number
                 self._ledger.last_id = event_id
             case Footer():
-                clashes = stream.footer(self._ledger, record)
-                found += (_finding("event_ids", record, clash) for clash in clashes)
+                for invariant, judge in stream.OF_FOOTER:
+                    clashes = [*judge(self._ledger, record)]
+                    found += (_finding(invariant, record, clash) for clash in clashes)
             case Unknown():
                 pass
             case _:
@@ -80,7 +87,7 @@ class Checker:
         self, moment: Literal["before", "after"], event: ev.Event, *, is_strange: bool
     ) -> Iterator[Finding]:
         for rule in self._rules_for(type(event), moment):
-            if is_strange and rule not in stream.RULES:
+            if is_strange and rule not in _OF_VALUES:
                 continue
             try:
                 for clash in rule.judge(self._ledger, event):
@@ -113,7 +120,9 @@ def check(records: Iterable[Record]) -> Iterator[Finding]:
         yield from checker.take(record)
 
 
-def _finding(invariant: str, event: ev.Event | Footer, clash: Clash) -> Finding:
+def _finding(invariant: str, event: ev.Event | Header | Footer, clash: Clash) -> Finding:
+    if isinstance(event, Header):
+        return Finding(invariant, None, 0, "TRACE_HEADER", *clash)
     if isinstance(event, Footer):
         return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *clash)
     return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *clash)

@@ -41,6 +41,7 @@ class StepNotes:
     Attributes:
         index: the engine_step.
         first: its first event.
+        before_ns: when the event before that was said.
         early: its events before the schedule.
         admitted, preempted: requests, in order.
         stop: its ADMISSION_STOP.
@@ -54,6 +55,7 @@ class StepNotes:
 
     index: int
     first: ev.Event
+    before_ns: int = 0
     early: list[ev.Event] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
@@ -82,9 +84,13 @@ class StepNotes:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts, of an engine's life or since the last GENERATE_START (whose prompts come first)."""
+    """Counts, of an engine's life or since the last GENERATE_START (whose prompts come first).
+
+    `last_prompt` is the number of the last request that is one of these prompts.
+    """
 
     num_prompts: int = 0
+    last_prompt: int = -1
     steps: dict[ev.Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     num_enqueued: int = 0
     num_refused: int = 0
@@ -101,6 +107,8 @@ class Ledger:
         graphs: numbers of rows that have a CUDA graph; None if that was not said.
         skip: why there are none; None if that was not said.
         started: names of the events of the start, in order.
+        start_ns: how long its parts took so far.
+        has_failed: did an exception leave the engine?
         last: the event before; None at the beginning.
         last_id: its number, or that of an unknown event.
         step: the step under way; None between steps.
@@ -125,6 +133,8 @@ class Ledger:
         self.graphs: list[int] | None = None
         self.skip: ev.CudagraphSkip | None = None
         self.started: list[str] = []
+        self.start_ns = 0
+        self.has_failed = False
         self.last: ev.Event | None = None
         self.last_id = 0
         self.step: StepNotes | None = None
@@ -265,7 +275,7 @@ class Ledger:
         is_failure = isinstance(event, ev.EngineError | ev.EngineReset)
         if event.step is None or is_failure or event.step == self.last_step or not self.is_whole:
             return
-        self.step = StepNotes(event.step, event)
+        self.step = StepNotes(event.step, event, self.last.ts_ns if self.last else 0)
         self.last_step, self.is_reset = event.step, False
 
     def _schedule(self, event: Schedule) -> None:
@@ -292,7 +302,12 @@ class Ledger:
         self.requests[event.seq_id] = event
         self.next_seq_id = event.seq_id + 1
         for tally in self._tallies():
+            if tally.num_enqueued + tally.num_refused < tally.num_prompts:
+                tally.last_prompt = event.seq_id
             tally.num_enqueued += 1
+
+    def _engine_error(self, _event: ev.EngineError) -> None:
+        self.has_failed = True
 
     def _request_refused(self, _event: ev.RequestRefused) -> None:
         for tally in self._tallies():
@@ -339,6 +354,7 @@ class Ledger:
 
     def _of_start(self, event: ev.Event) -> None:
         self.started.append(ev.tag_of(event))
+        self.start_ns += getattr(event, "duration_ns", 0)
         match event:
             case ev.EngineInit():
                 self.init = event
@@ -388,6 +404,7 @@ class Ledger:
         ev.GenerateFinish: _generate,
         ev.RequestEnqueue: _request_enqueue,
         ev.RequestRefused: _request_refused,
+        ev.EngineError: _engine_error,
         ev.RequestOutput: _request_output,
         ev.StateTransition: _state_transition,
         ev.BlocksEvict: _blocks_evict,

@@ -38,12 +38,9 @@ def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
         event.seq_id > ledger.next_seq_id and not ledger.is_reset
     ):
         yield Clash(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
-    vocab_size = ledger.header.model.get("vocab_size") if ledger.header else None
-    yield from _in_vocabulary("prompt_token_ids", event.prompt_token_ids, vocab_size)
+    yield from in_vocabulary(ledger, "prompt_token_ids", event.prompt_token_ids)
     init = ledger.init
-    if event.max_tokens < 1 or num_tokens < 1:
-        yield Clash(Fact("max_tokens", [num_tokens, event.max_tokens]), Fact("at_least", 1))
-    elif init is not None and ledger.ready is not None:
+    if init is not None and ledger.ready is not None:
         if num_tokens >= init.max_model_len:
             yield Clash(Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len))
         need = ledger.blocks_for(min(num_tokens + event.max_tokens, init.max_model_len) - 1)
@@ -51,18 +48,12 @@ def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
             yield Clash(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
 
 
-def _in_vocabulary(field: str, token_ids: list[int], vocab_size: object) -> Iterator[Clash]:
-    most = vocab_size if isinstance(vocab_size, int) else 2**32
+def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Clash]:
+    """The model has every one of these tokens."""
+    most = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
     outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
     if outside:
         yield Clash(Fact(field, outside[0]), Fact("vocab_size", most))
-
-
-def _sampling(_ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
-    if event.temperature < 0:
-        yield Clash(Fact("temperature", event.temperature), Fact("at_least", 0))
-    if not 0 < event.top_p <= 1:
-        yield Clash(Fact("top_p", event.top_p), Fact("at_most", 1))
 
 
 def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
@@ -343,7 +334,6 @@ def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Clash]:
 
 RULES = (
     Rule("arrival", "before", (ev.RequestEnqueue,), _arrival),
-    Rule("arrival", "before", (ev.RequestEnqueue,), _sampling),
     Rule("arrival", "before", (ev.RequestRefused,), _refusal),
     Rule(
         "queue_lengths",

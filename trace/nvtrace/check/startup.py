@@ -5,15 +5,19 @@ Knows what is said twice, and the rules by which a pool is sized. Does not know 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
+from nvtrace.check.fields import TP_BACKENDS
 from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.queues import in_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvtrace.check.ledger import Ledger
+    from nvtrace.envelope import Header
 
 _CONFIG_NAMES = {"tp_size": "tensor_parallel_size", "block_size": "kvcache_block_size"}
 _SETTINGS = (
@@ -26,18 +30,53 @@ _ORDER = (
     *("KV_BUDGET_ESTIMATE", "CUDAGRAPH_CAPTURE", "CUDAGRAPH_SKIP", "ENGINE_READY"),
 )
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_CLOCK_STEP = timedelta(microseconds=2)  # what is lost where nanoseconds are written as a date
+
+
+def header(header: Header) -> Iterator[Clash]:
+    """What the header says twice, and what its model and settings say of one another."""
+    config, model, size = header.config, header.model, header.world_size
+    if header.rank >= size:
+        yield Clash(Fact("rank", header.rank), Fact("at_most", size - 1))
+    yield from differ("world_size", size, "header_config", config.get("tensor_parallel_size", size))
+    yield from _created(header)
+    if "gpu" in header.environment and config.get("device") == "cpu":
+        yield Clash(Fact("gpu", header.environment["gpu"]), Fact("header_config", "cpu"))
+    heads, kv_heads = (model.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if heads is not None and heads % size:
+        yield Clash(Fact("num_attention_heads", heads), Fact("multiple_of", size))
+    if heads is not None and kv_heads is not None and heads % kv_heads:
+        yield Clash(Fact("num_attention_heads", heads), Fact("multiple_of", kv_heads))
+    length, most = config.get("max_model_len"), model.get("max_position_embeddings")
+    if length is not None and most is not None and not model.get("rope_scaling") and length > most:
+        yield Clash(Fact("max_model_len", length), Fact("header_model", most))
+
+
+def _created(header: Header) -> Iterator[Clash]:
+    """The date is that of the clock's beginning; a simulated clock has none."""
+    anchor = header.clock.get("anchor_unix_ns")
+    try:
+        created = datetime.fromisoformat(header.created)
+        known = datetime.fromtimestamp((anchor or 0) / 1e9, tz=UTC)
+    except (ValueError, OverflowError, OSError):
+        yield Clash(Fact("created", header.created), Fact("type", "datetime"))
+        return
+    if created.tzinfo is None or (anchor is not None and abs(created - known) > _CLOCK_STEP):
+        yield Clash(Fact("created", header.created), Fact("clock_anchor", known.isoformat()))
 
 
 def _settings(ledger: Ledger, event: ev.EngineInit) -> Iterator[Clash]:
     config = ledger.header.config if ledger.header else {}
     for field in _SETTINGS:
         known = config.get(_CONFIG_NAMES.get(field, field))
-        told = getattr(event, field)
-        if known is not None and told not in {None, "not_recorded"}:
-            yield from differ(field, told, "header_config", known)
-    limits = (event.max_num_batched_tokens, event.max_num_seqs, event.block_size)
-    if min(limits) < 1:
-        yield Clash(Fact("block_size", limits), Fact("at_least", 1))
+        if known is not None:
+            yield from differ(field, getattr(event, field), "header_config", known)
+    is_cpu, reason = event.device == "cpu", event.attention_reason
+    if reason == "no_gpu" or (is_cpu and reason not in {"asked", "not_recorded"}):
+        yield from differ("attention_reason", reason == "no_gpu", "is_cpu", is_cpu)
+    if is_cpu and (event.fused_kernels or event.attention_backend != "sdpa"):
+        needs_gpu = [event.attention_backend, event.fused_kernels]
+        yield Clash(Fact("attention_backend", needs_gpu), Fact("engine_device", event.device))
 
 
 def _place(ledger: Ledger, event: ev.TpRuntimeInit) -> Iterator[Clash]:
@@ -47,15 +86,58 @@ def _place(ledger: Ledger, event: ev.TpRuntimeInit) -> Iterator[Clash]:
         yield from differ("world_size", event.world_size, "header_world_size", header.world_size)
     if init is not None:
         yield from differ("world_size", event.world_size, "tp_size", init.tp_size)
-        yield from differ("device", event.device.partition(":")[0], "engine_device", init.device)
-    is_alone = event.world_size == 1
-    yield from differ("backend", event.backend is None, "is_single_process", is_alone)
+        device, _, number = event.device.partition(":")
+        yield from differ("device", device, "engine_device", init.device)
+        numbers = [""] if device == "cpu" else [*map(str, range(event.rank + 1))]
+        if number not in numbers:  # a machine's first rank has its first GPU
+            yield Clash(Fact("device", event.device), Fact("one_of", numbers))
+        known = None if event.world_size == 1 else TP_BACKENDS.get(init.device, event.backend)
+        yield from differ("backend", event.backend, "backend_by_device", known)
 
 
-def _weights(_ledger: Ledger, event: ev.ModelWeightsLoaded) -> Iterator[Clash]:
-    if min(event.num_files, event.num_keys, event.num_bytes) < 1:
-        told = [event.num_files, event.num_keys, event.num_bytes]
-        yield Clash(Fact("num_files", told), Fact("at_least", 1))
+def _weights(ledger: Ledger, event: ev.ModelWeightsLoaded) -> Iterator[Clash]:
+    """The checkpoint holds this model's tensors, in numbers of two to eight bytes."""
+    if event.num_files > event.num_keys:
+        yield Clash(Fact("num_files", event.num_files), Fact("num_keys", event.num_keys))
+    model = ledger.header.model if ledger.header else {}
+    if model.get("architecture") != "Qwen3ForCausalLM":
+        return
+    try:
+        num_keys, num_numbers = weights_of(model)
+    except KeyError:
+        return
+    has_tied_head = model["tie_word_embeddings"] and event.num_keys == num_keys + 1
+    if has_tied_head:  # it may be in the file or not
+        num_numbers += model["vocab_size"] * model["hidden_size"]
+    yield from differ("num_keys", event.num_keys, "weights_of_model", num_keys + has_tied_head)
+    if event.num_bytes % 2 or not 2 * num_numbers <= event.num_bytes <= 8 * num_numbers:
+        sizes = [2 * num_numbers, 8 * num_numbers]
+        yield Clash(Fact("num_bytes", event.num_bytes), Fact("bytes_of_model", sizes))
+
+
+def weights_of(model: dict[str, Any]) -> tuple[int, int]:
+    """How many tensors a Qwen3 of this shape has, and how many numbers they hold together."""
+    hidden, head_dim = model["hidden_size"], model["head_dim"]
+    num_heads = model["num_attention_heads"] + model["num_key_value_heads"]
+    num_outer = 1 if model["tie_word_embeddings"] else 2  # embedding, head
+    layer = 2 * hidden * num_heads * head_dim + 3 * hidden * model["intermediate_size"]
+    layer += 2 * hidden + 2 * head_dim  # norms
+    num_numbers = num_outer * model["vocab_size"] * hidden + hidden
+    return (
+        num_outer + 1 + 11 * model["num_hidden_layers"],
+        num_numbers + model["num_hidden_layers"] * layer,
+    )
+
+
+def _duration(ledger: Ledger, event: ev.ModelWeightsLoaded | ev.EngineReady) -> Iterator[Clash]:
+    """The parts of a start fit between its events, and the whole is not shorter than they are."""
+    if ledger.init is None or ledger.last is None:
+        return
+    least, most = 0, event.ts_ns - ledger.init.ts_ns - ledger.start_ns
+    if isinstance(event, ev.EngineReady):  # it began before its first event was said
+        least, most = ledger.last.ts_ns - ledger.init.ts_ns, event.ts_ns
+    if not least <= event.duration_ns <= most:
+        yield Clash(Fact("duration_ns", event.duration_ns), Fact("time_from_to", [least, most]))
 
 
 def _warmup(ledger: Ledger, event: ev.WarmupModel) -> Iterator[Clash]:
@@ -68,6 +150,7 @@ def _warmup(ledger: Ledger, event: ev.WarmupModel) -> Iterator[Clash]:
         seq_len = min(init.max_num_batched_tokens // num_seqs, init.max_model_len)
         yield from differ("seq_len", event.seq_len, "longest_prefill", seq_len)
         yield from differ("num_seqs", event.num_seqs, "largest_prefill", num_seqs)
+        yield from _on_gpu(ledger, event)
 
 
 def _page_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
@@ -109,13 +192,21 @@ def _pool_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
         available = min(available, event.limit_bytes) // max(event.num_local_ranks, 1)
     yield from differ("available_bytes", event.available_bytes, "room_sum", available)
     is_measured = event.peak_bytes is not None
-    yield from differ("limit_bytes", event.limit_bytes is None, "is_measured", is_measured)
+    for field, is_told in (
+        ("limit_bytes", event.limit_bytes is None),
+        ("current_bytes", event.current_bytes is not None),
+        ("graph_pool_bytes", event.graph_pool_bytes is not None),
+    ):
+        yield from differ(field, is_told, "is_measured", is_measured)
+    if event.free_bytes > event.total_bytes:
+        yield Clash(Fact("free_bytes", event.free_bytes), Fact("at_most", event.total_bytes))
+    if (event.current_bytes or 0) > (event.peak_bytes or 0):
+        yield Clash(Fact("current_bytes", event.current_bytes), Fact("at_most", event.peak_bytes))
     world_size = ledger.header.world_size if ledger.header else event.num_local_ranks
     if not 1 <= event.num_local_ranks <= world_size:
         yield Clash(Fact("num_local_ranks", event.num_local_ranks), Fact("at_most", world_size))
-    is_given = config.get("num_kvcache_blocks") is not None
-    if is_given:
-        yield from differ("rule", event.rule, "header_config", "given")
+    is_given = config.get("num_kvcache_blocks", event.rule == "given") not in {None, False}
+    yield from differ("rule", event.rule == "given", "is_pool_given", is_given)
     rules = ("given", "cpu_bounded" if event.peak_bytes is None else "gpu_measured")
     if event.rule not in rules:
         yield Clash(Fact("rule", event.rule), Fact("rule_by_terms", rules[1]))
@@ -134,6 +225,14 @@ def _graphs(ledger: Ledger, event: ev.CudagraphCapture) -> Iterator[Clash]:
         most = ledger.init.max_num_seqs
         if sizes[-1] > most:
             yield Clash(Fact("batch_sizes", sizes[-1]), Fact("max_num_seqs", most))
+        if ledger.init.enforce_eager:
+            yield Clash(Fact("event", ev.tag_of(event)), Fact("enforce_eager", value=True))
+        yield from _on_gpu(ledger, event)
+
+
+def _on_gpu(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+    if ledger.init is not None and ledger.init.device == "cpu":
+        yield Clash(Fact("event", ev.tag_of(event)), Fact("engine_device", ledger.init.device))
 
 
 def _no_graphs(ledger: Ledger, event: ev.CudagraphSkip) -> Iterator[Clash]:
@@ -148,6 +247,9 @@ def _no_graphs(ledger: Ledger, event: ev.CudagraphSkip) -> Iterator[Clash]:
     elif not ledger.init.fused_kernels or event.reason == "no_fused_kernels":
         is_told = event.reason == "no_fused_kernels"
         yield from differ("reason", is_told, "no_fused_kernels", not ledger.init.fused_kernels)
+    else:
+        backend = ledger.init.attention_backend
+        yield from differ("reason", "sdpa", "engine_attention_backend", backend)
 
 
 def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
@@ -159,6 +261,7 @@ def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
     given = ledger.header.config.get("num_kvcache_blocks")
     if given is not None:
         yield from differ("num_kvcache_blocks", told, "header_config", given)
+    yield from in_vocabulary(ledger, "eos_token_ids", event.eos_token_ids)
     eos_token_ids = ledger.header.model.get("eos_token_ids")
     if eos_token_ids:
         yield from differ("eos_token_ids", event.eos_token_ids, "header_model", [*eos_token_ids])
@@ -192,6 +295,7 @@ _START = (
     *(ev.EngineInit, ev.TpRuntimeInit, ev.ModelWeightsLoaded, ev.WarmupModel),
     *(ev.KvBudgetEstimate, ev.CudagraphCapture, ev.CudagraphSkip, ev.EngineReady),
 )
+_TIMED = (ev.ModelWeightsLoaded, ev.WarmupModel, ev.CudagraphCapture, ev.EngineReady)
 RULES = (
     Rule("order", "before", (), _begins),
     Rule("order", "before", _START, _order),
@@ -203,5 +307,6 @@ RULES = (
     Rule("pool_size", "before", (ev.KvBudgetEstimate,), _page_size),
     Rule("pool_size", "before", (ev.KvBudgetEstimate,), _pool_size),
     Rule("pool_size", "before", (ev.EngineReady,), _ready),
+    Rule("times", "before", _TIMED, _duration),
     Rule("graph_size", "before", (ev.CudagraphCapture,), _graphs),
 )

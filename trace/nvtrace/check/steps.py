@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nvtrace import events as ev
 from nvtrace.check.finding import Clash, Fact, Rule, differ
 from nvtrace.check.ledger import PHASES, POLICIES, SCHEDULES
+from nvtrace.check.queues import in_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,9 +111,12 @@ def _spans(step: StepNotes) -> dict[int, tuple[int, int]]:
 
 
 def _flat_layout(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Clash]:
-    if ledger.step is None or not ledger.step.num_scheduled:
-        return
-    spans = [*_spans(ledger.step).values()]
+    if ledger.step is not None and ledger.step.num_scheduled:
+        yield from flat_layout(event, [*_spans(ledger.step).values()])
+
+
+def flat_layout(event: ev.PreparePrefillTensors, spans: list[tuple[int, int]]) -> Iterator[Clash]:
+    """The tensors are those of sequences that compute these [start, stop) of positions."""
     lengths = [stop - start for start, stop in spans]
     contexts = [stop for _, stop in spans]
     has_context = any(start for start, _ in spans)
@@ -241,10 +245,7 @@ def _sampled(ledger: Ledger, event: ev.SampleTokens) -> Iterator[Clash]:
     yield from differ("seq_ids", event.seq_ids, "wholly_computed", ledger.step.sampled)
     known = [ledger.requests[seq_id].temperature for seq_id in event.seq_ids]
     yield from differ("temperatures", event.temperatures, "asked_temperatures", known)
-    vocab_size = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
-    outside = [token_id for token_id in event.token_ids if not 0 <= token_id < vocab_size]
-    if outside:
-        yield Clash(Fact("token_ids", outside[0]), Fact("vocab_size", vocab_size))
+    yield from in_vocabulary(ledger, "token_ids", event.token_ids)
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -268,9 +269,17 @@ def _parts_of_time(_ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
     parts = [event.schedule_ns, event.prepare_ns, event.forward_ns]
     parts += [event.sample_ns, event.postprocess_ns]
     yield from differ("wall_ns", event.wall_ns, "sum_of_parts", sum(parts))
-    times = [*parts, event.gpu_ns or 0]
-    if min(times) < 0:
-        yield Clash(Fact("wall_ns", min(times)), Fact("at_least", 0))
+
+
+def _gpu_time(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
+    """A GPU's time is a GPU's; its work began within the step before, at the earliest."""
+    if event.gpu_ns is None or ledger.step is None or ledger.init is None:
+        return
+    if ledger.init.device == "cpu":
+        yield Clash(Fact("gpu_ns", event.gpu_ns), Fact("engine_device", ledger.init.device))
+    most = event.ts_ns - (ledger.step_before or ledger.step).first.ts_ns
+    if event.gpu_ns > most:
+        yield Clash(Fact("gpu_ns", event.gpu_ns), Fact("time_between_events", most))
 
 
 def _times_between(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
@@ -286,13 +295,15 @@ def _times_between(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
         ("sample_ns", sample - run),
     ):
         yield from differ(field, getattr(event, field), "time_between_events", known)
-    # A step begins before its first event, and is over before its last one is said.
-    if event.schedule_ns < schedule - step.first.ts_ns:
-        between = Fact("time_between_events", schedule - step.first.ts_ns)
-        yield Clash(Fact("schedule_ns", event.schedule_ns), between)
-    if event.postprocess_ns > event.ts_ns - sample:
-        between = Fact("time_between_events", event.ts_ns - sample)
-        yield Clash(Fact("postprocess_ns", event.postprocess_ns), between)
+    # A step begins between two events, and is over between two: its last one is said after it.
+    last = ledger.last.ts_ns if ledger.last else sample
+    for field, least, most in (
+        ("schedule_ns", schedule - step.first.ts_ns, schedule - step.before_ns),
+        ("postprocess_ns", last - sample, event.ts_ns - sample),
+    ):
+        told = getattr(event, field)
+        if not least <= told <= most:
+            yield Clash(Fact(field, told), Fact("time_from_to", [least, most]))
 
 
 def _call(ledger: Ledger, event: ev.GenerateFinish) -> Iterator[Clash]:
@@ -327,8 +338,6 @@ def _not_within(ledger: Ledger, event: ev.GenerateStart) -> Iterator[Clash]:
     unfinished = [*ledger.state.waiting, *ledger.state.running]
     if unfinished:
         yield Clash(Fact("event", ev.tag_of(event)), Fact("unfinished", unfinished))
-    if event.n_prompts < 0:
-        yield Clash(Fact("n_prompts", event.n_prompts), Fact("at_least", 0))
 
 
 RULES = (
@@ -349,6 +358,7 @@ RULES = (
     Rule("sums", "before", (ev.StepEnd,), _totals),
     Rule("step_times", "before", (ev.StepEnd,), _parts_of_time),
     Rule("step_times", "before", (ev.StepEnd,), _times_between),
+    Rule("step_times", "before", (ev.StepEnd,), _gpu_time),
     Rule("sums", "before", (ev.GenerateFinish,), _call),
     Rule("sums", "before", (*SCHEDULES, ev.GenerateStart, ev.GenerateFinish), _prompts),
     Rule("sums", "before", (ev.GenerateStart,), _not_within),

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
+from nvtrace.check import fields
 from nvtrace.check.finding import Clash, Fact, Rule, differ
 from nvtrace.check.ledger import RUNS, SCHEDULES
 
@@ -56,6 +57,7 @@ _PREVIOUS: dict[type, tuple[type, ...]] = {
     ev.CudagraphReplay: _PREPARES,
     ev.SampleTokens: RUNS,
     ev.BlocksHash: (*RUNS, ev.SampleTokens),
+    ev.EngineReset: (ev.EngineError,),
 }
 _PHASES: dict[type, ev.Phase] = {
     **dict.fromkeys(_BETWEEN_STEPS, "init"),
@@ -75,10 +77,36 @@ _PARALLEL = (
 _NEED_AN_ENGINE = (*_BETWEEN_STEPS[8:], *_SCHEDULING, *SCHEDULES)
 
 
-def footer(ledger: Ledger, record: Footer) -> Iterator[Clash]:
+def _count(ledger: Ledger, record: Footer) -> Iterator[Clash]:
     """The last line's number and count are those of the events before it."""
     yield from differ("event_id", record.event_id, "next_event_id", ledger.last_id + 1)
     yield from differ("num_events", record.num_events, "last_event_id", ledger.last_id)
+
+
+def _exit(ledger: Ledger, record: Footer) -> Iterator[Clash]:
+    """A run that is "ok" left nothing half done; one that is not had an exception.
+
+    Whoever calls step() may stop while requests are unfinished. A generate() ends them all.
+    """
+    told = Fact("exit", record.exit)
+    unfinished = [*ledger.state.waiting, *ledger.state.running]
+    left = [*ledger.outputs_due]
+    if ledger.call is not None:
+        left += [seq_id for seq_id in unfinished if seq_id <= ledger.call.last_prompt]
+    if record.exit == "ok":
+        if record.error_type is not None:
+            yield Clash(told, Fact("error_type", record.error_type))
+        elif left:
+            yield Clash(told, Fact("unfinished", left))
+        elif ledger.step is not None:
+            yield Clash(told, Fact("step_under_way", ledger.step.index))
+        return
+    is_started = ledger.ready is not None or isinstance(ledger.last, RUNS)  # (a rank's own trace)
+    is_refused = isinstance(ledger.last, ev.RequestRefused)  # which raises
+    is_simulated = ledger.header is not None and ledger.header.mode == "simulated"  # it may stop
+    is_explained = ledger.has_failed or is_refused or not is_started or is_simulated or unfinished
+    if record.error_type is None and not (is_explained or left):
+        yield Clash(told, Fact("error_type", record.error_type))
 
 
 def _numbers(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
@@ -243,6 +271,7 @@ def _flat(values: list[Any]) -> list[Any]:
     return [*chain.from_iterable(v if isinstance(v, list) else [v] for v in values)]
 
 
+OF_FOOTER = (("ranges", fields.in_range), ("event_ids", _count), ("exit", _exit))
 RULES = (
     Rule("event_ids", "before", (), _numbers),
     Rule("times", "before", (), _times),

@@ -159,9 +159,14 @@ def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
     given = ledger.header.config.get("num_kvcache_blocks")
     if given is not None:
         yield from differ("num_kvcache_blocks", told, "header_config", given)
+    sources = event.eos_sources or [""] * len(event.eos_token_ids)  # not recorded before
+    yield from differ("eos_sources", len(sources), "num_eos_token_ids", len(event.eos_token_ids))
+    of_model = [
+        i for i, source in zip(event.eos_token_ids, sources, strict=False) if source != "tokenizer"
+    ]
     eos_token_ids = ledger.header.model.get("eos_token_ids")
     if eos_token_ids:
-        yield from differ("eos_token_ids", event.eos_token_ids, "header_model", [*eos_token_ids])
+        yield from differ("eos_token_ids", of_model, "header_model", [*eos_token_ids])
 
 
 def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:

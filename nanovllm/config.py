@@ -7,6 +7,7 @@ Knows what a user may set and the rule behind each default. Does not know the ch
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from nanovllm.utils.devices import gpu_capability, resolve_device, resolve_dtype
 from nanovllm.utils.options import choice, real_number, truth, whole_number
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from nanovllm.models.config import ModelConfig
 
 _WHOLE_NUMBERS = (
@@ -42,9 +45,10 @@ class Config:
         model: folder of a Qwen3 checkpoint.
         max_num_batched_tokens: tokens computed in one step, at most.
         max_num_seqs: sequences running at once, at most.
-        max_model_len: length of prompt and completion together, at most; the model's
-            max_position_embeddings if that is less.
-        gpu_memory_utilization: the share of the device's memory that the engine may fill.
+        max_model_len: length of prompt and completion together, at most; as many as the model has
+            positions for (`ModelConfig.max_position_embeddings`) if that is less.
+        gpu_memory_utilization: how full the device's memory may be once the engine has its pages,
+            as a share of all of it: what other programs use counts.
         tensor_parallel_size: processes that share the model, each with a part of every layer; on
             GPUs each has one of its own.
         distributed_timeout: seconds that these processes may wait for the slowest among them.
@@ -97,8 +101,13 @@ class Config:
         config._check()
         return config
 
-    def resolve(self, model_config: ModelConfig) -> None:
+    def resolve(self, model_config: ModelConfig, asked: Collection[str] = ()) -> None:
         """Replace every "auto" by what it means for this model on this machine.
+
+        Args:
+            model_config: the model.
+            asked: the options that the caller's caller has set. If max_model_len is one and must
+                be lowered, a warning there says so.
 
         Raises:
             ValueError: the model cannot be split into `tensor_parallel_size` equal parts, or the
@@ -114,7 +123,12 @@ class Config:
         chosen = choose_attention(self.attention_backend, facts)
         self.attention_backend, self.attention_reason = chosen
         self.fused_kernels &= self.device == "cuda" and can_fuse(facts)
-        self.max_model_len = min(self.max_model_len, model_config.max_position_embeddings)
+        longest = model_config.max_position_embeddings
+        if self.max_model_len > longest:
+            if "max_model_len" in asked:
+                lowered = f"max_model_len={self.max_model_len} is lowered to {longest}"
+                warnings.warn(f"{lowered}: the model has no more positions", stacklevel=3)
+            self.max_model_len = longest
 
     def _check(self) -> None:
         for name in _WHOLE_NUMBERS:

@@ -83,8 +83,10 @@ class Observer:
     def cudagraph_skip(self, reason: str) -> None:
         """No CUDA graphs will be used, and why."""
 
-    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Seq[int]) -> None:
-        """The engine takes requests."""
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
+    ) -> None:
+        """The engine takes requests. `eos_sources` are the files that name each of the ids."""
 
     # -- ingress, egress -------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.engine import model_runner
 from nanovllm.errors import ModelConfigError, NanoVLLMError, TokenizerError, WeightsError
+from nanovllm.models import qwen3
 from nanovllm.models.config import ModelConfig
 from support.cli import call
 from support.models import edit_config, load, make_reference, save_reference
@@ -36,6 +38,10 @@ NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 LONG_NAME = "x" * 300
+TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -164,6 +170,25 @@ def index(file: str) -> Spoil:
     return shards(write(INDEX, json.dumps({"weight_map": {NORM: file}})))
 
 
+def add_tokens(ids: dict[str, int], eos: str = "<end>") -> Spoil:
+    """Add tokens to the tokenizer beside its vocabulary, as `add_tokens` of transformers does."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"] += [
+            {"id": token_id, "content": token, "special": True, **flags}
+            for token, token_id in ids.items()
+        ]
+        file.write_text(json.dumps(content), encoding="utf-8")
+        file = folder / "tokenizer_config.json"
+        content = json.loads(file.read_text(encoding="utf-8")) | {"eos_token": eos}
+        file.write_text(json.dumps(content), encoding="utf-8")
+
+    return spoil
+
+
 def give_a_word_the_id(token_id: int) -> Spoil:
     """Add a word to the tokenizer."""
 
@@ -175,6 +200,27 @@ def give_a_word_the_id(token_id: int) -> Spoil:
     return spoil
 
 
+def rename(change: Callable[[str], str | None]) -> Spoil:
+    """Give the tensors other names; None drops one."""
+
+    def spoil(folder: Path) -> None:
+        tensors = {change(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        save_file({name: t for name, t in tensors.items() if name is not None}, folder / WEIGHTS)
+
+    return spoil
+
+
+def strip(name: str) -> str | None:
+    """The name in a checkpoint of the model without its head, as Qwen3-Embedding is one."""
+    return None if name == "lm_head.weight" else name.removeprefix("model.")
+
+
+def lfs(name: str) -> Spoil:
+    """Put in a file's place what git leaves there without LFS."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    return write(name, pointer)
+
+
 # -- each is refused -------------------------------------------------------------------------------
 
 CUT = "is no whole safetensors file"
@@ -182,6 +228,7 @@ LOOP = "cannot be read: Too many levels of symbolic links (it is a link to"
 NOWHERE = "cannot be read: No such file or directory (it is a link to nowhere)"
 HUGE = 10**9
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+LFS = ["is a Git LFS pointer", "git lfs pull"]
 
 WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "cut in the length of the header": (cut(5), [WEIGHTS, CUT]),
@@ -209,6 +256,35 @@ WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "more layers": (
         say(num_hidden_layers=3, layer_types=None),
         ["lacks model.layers.2.", "look at num_hidden_layers"],
+    ),
+    "a pointer for the weights": (lfs(WEIGHTS), [WEIGHTS, *LFS]),
+    "a pointer for a shard": (shards(lfs(SHARD)), [SHARD, *LFS]),
+    "a pointer for the index": (shards(lfs(INDEX)), [INDEX, *LFS]),
+    "a model for embeddings": (
+        rename(strip),
+        ["holds embed_tokens.weight in the place of model.embed_tokens.weight", "without a head"],
+    ),
+    "a part of another model": (
+        rename(lambda name: f"language_model.{name}"),
+        [f"language_model.{EMBEDDING} in the place of {EMBEDDING}", "another model"],
+    ),
+    "many layers": (
+        say(num_hidden_layers=HUGE, layer_types=None),
+        ["lacks model.layers.2.", f"look at num_hidden_layers = {HUGE}"],
+    ),
+    "a huge width": (say(hidden_size=HUGE), [EMBEDDING, f"{HUGE}", "look at hidden_size"]),
+    "a huge vocabulary": (say(vocab_size=HUGE), [EMBEDDING, f"{HUGE}", "look at vocab_size"]),
+    "a huge MLP": (
+        say(intermediate_size=HUGE),
+        ["gate_proj.weight", f"{HUGE}", "look at intermediate_size"],
+    ),
+    "many heads": (
+        say(num_attention_heads=HUGE, num_key_value_heads=HUGE),
+        ["q_proj.weight", f"{16 * HUGE}", "look at num_attention_heads, head_dim"],
+    ),
+    "a huge head": (
+        say(head_dim=HUGE),
+        ["q_proj.weight", f"{4 * HUGE}", "look at num_attention_heads, head_dim"],
     ),
     "fewer layers": (
         say(num_hidden_layers=1, layer_types=None),
@@ -279,6 +355,11 @@ TOKENIZER_CASES: dict[str, tuple[Spoil, list[str]]] = {
         say(vocab_size=100),
         ["the id of 'w127' is 127", "vocab_size = 100"],
     ),
+    **{f"a pointer for {name}": (lfs(name), [name, *LFS]) for name in TOKENIZER_FILES},
+    "an end past the vocabulary": (
+        add_tokens({"<stop>": 128}, eos="<stop>"),
+        ["the id of '<stop>' is 128", "vocab_size = 128"],
+    ),
     "a circle of links": (point("tokenizer.json", "tokenizer.json"), ["tokenizer.json", LOOP]),
     "a link to nowhere": (point("tokenizer.json", "nowhere"), ["tokenizer.json", NOWHERE]),
     "a folder": (become("tokenizer.json", Path.mkdir), ["tokenizer.json", "it is a folder"]),
@@ -288,6 +369,11 @@ CONFIG_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "a circle of links": (point("config.json", "config.json"), ["config.json", LOOP]),
     "a link to nowhere": (point("config.json", "nowhere"), ["config.json", NOWHERE]),
     "a folder": (become("config.json", Path.mkdir), ["config.json", "it is a folder"]),
+    "a pointer": (lfs("config.json"), ["config.json", *LFS]),
+    "generation_config.json is a pointer": (
+        lfs("generation_config.json"),
+        ["generation_config.json", *LFS],
+    ),
     "generation_config.json is a circle": (
         point("generation_config.json", "generation_config.json"),
         ["generation_config.json", LOOP],
@@ -296,22 +382,10 @@ CONFIG_CASES: dict[str, tuple[Spoil, list[str]]] = {
         point("generation_config.json", "nowhere"),
         ["generation_config.json", NOWHERE],
     ),
-    "layers": (
-        say(num_hidden_layers=HUGE, layer_types=None),
-        ["does not fit", f"num_hidden_layers={HUGE}", "30880000016448 parameters", "GiB"],
-    ),
     "layers, and too few layer_types": (
         say(num_hidden_layers=HUGE),
         ["layer_types", f"{HUGE} times"],
     ),
-    "width": (say(hidden_size=HUGE), ["does not fit", f"hidden_size={HUGE}", "GiB"]),
-    "vocabulary": (say(vocab_size=HUGE), ["does not fit", f"vocab_size={HUGE}", "GiB"]),
-    "MLP": (say(intermediate_size=HUGE), ["does not fit", f"intermediate_size={HUGE}", "GiB"]),
-    "heads": (
-        say(num_attention_heads=HUGE, num_key_value_heads=HUGE),
-        ["does not fit", f"num_attention_heads={HUGE}", "GiB"],
-    ),
-    "head_dim": (say(head_dim=HUGE), ["does not fit", f"head_dim={HUGE}", "GiB"]),
     "more positions than numbers": (
         say(max_position_embeddings=10**30),
         ["max_position_embeddings", "from 1 to 9223372036854775807"],
@@ -490,6 +564,32 @@ def test_a_model_fits_to_the_last_byte(good: Path) -> None:
         config.check_memory("model", room - 1, bytes_per_parameter=2, num_positions=100)
 
 
+def test_a_model_larger_than_the_memory_is_refused(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "cpu_memory", lambda: (10_000, 10_000))
+    with pytest.raises(ModelConfigError, match=r"does not fit: \d+ parameters .* hidden_size=64"):
+        make_llm(good)
+
+
+@pytest.mark.parametrize("num_layers", [3, 100_000])
+def test_layers_that_are_not_stored_are_refused_before_any_is_built(
+    num_layers: int, good: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A narrow model of 100,000 layers fits into the memory: building it takes a minute."""
+    edit_config(copy, {"num_hidden_layers": num_layers, "layer_types": None})
+    built: list[ModelConfig] = []
+    monkeypatch.setattr(
+        qwen3.Qwen3DecoderLayer, "__init__", lambda _self, config, *_: built.append(config)
+    )
+    with pytest.raises(WeightsError, match=rf"num_hidden_layers = {num_layers}\)"):
+        make_llm(copy)
+    assert built == []
+    with pytest.raises(AttributeError):  # this one is built, and has no module in it
+        make_llm(good)
+    assert built
+
+
 def test_positions_nobody_can_reach_cost_nothing(good: Path, copy: Path) -> None:
     edit_config(copy, {"max_position_embeddings": 10**12})
     [outputs, expected] = [
@@ -512,6 +612,19 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_only(
     with pytest.raises(TokenizerError, match=r"holds no tokenizer: add tokenizer\.json"):
         llm.generate(["w5"])
     assert_run_refuses(copy, capsys, "holds no tokenizer: add tokenizer.json")
+
+
+def test_added_tokens_without_an_embedding_do_no_harm(
+    good: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_tokens({"<tool>": 128, "<far>": 129})(copy)
+    [outputs, expected] = [make_llm(f).generate(["w5 w6"]) for f in (copy, good)]
+    assert outputs == expected
+    with pytest.raises(ValueError, match=r"token id 129 is outside the vocabulary \[0, 128\)"):
+        make_llm(copy).generate(["w5 <far>"])
+    outcome = call(capsys, "run", "example", "--model", copy, "--prompt", "w5 <tool>")
+    assert (outcome.code, outcome.out) == (5, "")
+    assert "token id 128 is outside the vocabulary" in outcome.err
 
 
 def test_a_chat_template_that_is_broken_is_named(

@@ -246,6 +246,8 @@ def test_of_one_event_each_invariant_is_told_once() -> None:
     ("kind", "fields", "invariant"),
     [
         (ev.EngineReady, {"num_kvcache_blocks": 10**9}, "follows"),
+        (ev.EngineReady, {"eos_sources": ["tokenizer"] * 2}, "pool_size"),
+        (ev.EngineReady, {"eos_sources": ["config.json"] * 3}, "pool_size"),
         (ev.EngineInit, {"block_size": 0}, "ranges"),
         (ev.RequestEnqueue, {"max_tokens": 10**12}, "request_facts"),
         (ev.BlocksAllocate, {"block_ids": [[-1]]}, "names"),

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,9 +43,9 @@ GREEDY = ("--temperature", "0")
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """A model whose words are w0, w2, w3 ...; its end-of-sequence token hardly ever comes."""
+    """A model whose words are w0, <end>, w2, w3 ...; w127, which ends a text, hardly ever comes."""
     oracle = Oracle.create(tmp_path_factory.mktemp("model"), {"eos_token_id": 127})
-    save_tokenizer(oracle.folder)
+    save_tokenizer(oracle.folder, eos="w127")
     return oracle
 
 
@@ -60,7 +61,86 @@ def run_arguments(oracle: Oracle, *more: str) -> list[str]:
 
 
 def text_of(token_ids: list[int]) -> str:
-    return " ".join(f"w{token_id}" for token_id in token_ids if token_id != 1)
+    words = {1: "<end>"}
+    return " ".join(
+        words.get(token_id, f"w{token_id}") for token_id in token_ids if token_id != 127
+    )
+
+
+# -- what goes in ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thinker(oracle: Oracle, tmp_path: Path) -> Path:
+    """The model, with a template that lets it think unless it is told not to."""
+    folder = shutil.copytree(oracle.folder, tmp_path / "thinker")
+    template = "{{ messages[0].content }} {{ 'w3' if enable_thinking is false else 'w2' }}"
+    (folder / "chat_template.jinja").write_text(template + " {{ colour }}", encoding="utf-8")
+    return folder
+
+
+NO_THINKING = '{"enable_thinking": false}'
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), [5, 2]),
+        (("--enable-thinking",), [5, 2]),
+        (("--no-enable-thinking",), [5, 3]),
+        (("--chat-template-kwargs", NO_THINKING), [5, 3]),
+        (("--chat-template-kwargs", NO_THINKING, "--no-enable-thinking"), [5, 3]),
+        (("--chat-template-kwargs", '{"colour": "w9"}', "--no-enable-thinking"), [5, 3, 9]),
+        (("--chat-template-kwargs", "{}"), [5, 2]),
+        (("--chat-template-kwargs", '{"tokenize": true, "message": 1}'), [5, 2]),
+    ],
+)
+def test_switches_reach_the_chat_template(
+    options: tuple[str, ...], expected: list[int], thinker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--prompt", "w5", "--max-tokens", "1", *options)
+    assert call(capsys, "run", "example", "--model", thinker, *asked).code == 0
+    [request] = [e for e in read_trace("trace.jsonl") if isinstance(e, ev.RequestEnqueue)]
+    assert request.prompt_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{enable_thinking: false}", "double quotes"),
+        ("", "Expecting value"),
+        ("[1]", "that is a list"),
+        ("null", "that is a NoneType"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_switches_that_are_no_json_object_are_told_how_to_be_written(
+    text: str, problem: str, thinker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("run", "example", "--model", thinker, "--chat-template-kwargs", text)
+    outcome = call(capsys, *asked)
+    assert (outcome.code, outcome.out, files_here()) == (2, "", {})
+    assert problem in outcome.err
+    assert f"write --chat-template-kwargs '{NO_THINKING}'" in outcome.err
+
+
+def test_switches_that_contradict_each_other_are_refused(
+    thinker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--chat-template-kwargs", NO_THINKING, "--enable-thinking")
+    outcome = call(capsys, "run", "example", "--model", thinker, *asked)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "leave one of the two out" in outcome.err
+
+
+def test_a_switch_of_the_engine_itself_is_refused_by_name(
+    thinker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--chat-template-kwargs", '{"conversation": []}')
+    outcome = call(capsys, "run", "example", "--model", thinker, *asked)
+    assert (outcome.code, outcome.out) == (5, "")
+    assert "'conversation'" in outcome.err
+    assert "chat_template_kwargs" in outcome.err
 
 
 # -- what comes out --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,9 @@ from nanovllm import LLM, Observer
 from nanovllm.config import Config
 from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, GIB, KVBudget
-from nanovllm.errors import KVCacheError
+from nanovllm.errors import KVCacheError, RequestRefusedError
 from nanovllm.models.config import ModelConfig
-from support.models import make_reference, save_reference
+from support.models import edit_config, make_reference, save_reference
 from support.oracle import greedy_params, make_llm
 
 if TYPE_CHECKING:
@@ -163,6 +164,43 @@ def test_what_was_given_stays_when_auto_is_resolved(folder: Path) -> None:
     assert (config.dtype, config.max_model_len) == ("bfloat16", 100)
 
 
+@pytest.fixture(scope="module")
+def stretched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose 64 positions are stretched to 256, of which its config says 80."""
+    folder = save_reference(make_reference(), tmp_path_factory.mktemp("stretched"))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": yarn}
+    edit_config(folder, {"max_position_embeddings": 80, **rope})
+    return folder
+
+
+def test_a_length_that_the_scaling_allows_is_had(stretched: Path) -> None:
+    llm = make_llm(stretched, max_model_len=256)
+    assert llm.config.max_model_len == 256
+    [output] = llm.generate([[5] * 200], greedy_params(99, ignore_eos=True))
+    assert len(output["token_ids"]) == 56
+    with pytest.raises(RequestRefusedError, match="shorten the prompt or take another model") as no:
+        llm.generate([[5] * 256])
+    assert "positions for 256 tokens" in str(no.value)
+
+
+def test_a_length_that_is_lowered_is_warned_of_where_it_was_asked(stretched: Path) -> None:
+    with pytest.warns(UserWarning, match="max_model_len=257 is lowered to 256: the model") as seen:
+        llm = LLM(stretched, max_model_len=257, num_kvcache_blocks=4)
+    assert llm.config.max_model_len == 256
+    assert [Path(warning.filename) for warning in seen] == [Path(__file__)]
+    assert LLM(stretched, num_kvcache_blocks=4).config.max_model_len == 256  # 4096 nobody asked for
+
+
+@pytest.mark.parametrize(("length", "advice"), [(100, "raise max_model_len"), (300, "another")])
+def test_only_a_limit_that_can_be_raised_is_advised_to_be(
+    length: int, advice: str, stretched: Path
+) -> None:
+    llm = make_llm(stretched, max_model_len=90)
+    with pytest.raises(RequestRefusedError, match=f"max_model_len=90 .*shorten .* or .*{advice}"):
+        llm.generate([[5] * length])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_engine_computes_in_the_dtype_that_was_asked_for(dtype: str, folder: Path) -> None:
     llm = make_llm(folder, dtype=dtype)
@@ -252,8 +290,16 @@ def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
     free: int, folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, free)
-    with pytest.raises(KVCacheError, match=r"no KV page fits.*num_kvcache_blocks"):
+    with pytest.raises(KVCacheError, match=r"no KV page fits.*num_kvcache_blocks") as caught:
         start(folder)
+    assert "in use (by all programs)" in str(caught.value)
+    # What it advises to raise it to is enough, and hardly more.
+    enough = re.findall(r"raise gpu_memory_utilization to (\S+),", str(caught.value))
+    assert len(enough) == (free > 0)
+    for share in map(float, enough):
+        assert start(folder, gpu_memory_utilization=share)[1].num_blocks >= 1
+        with pytest.raises(KVCacheError):
+            start(folder, gpu_memory_utilization=share - 0.002)
     set_memory(GIB, GIB // 10 + BLOCK_BYTES + 1)
     assert start(folder)[1].num_blocks == 1
 

@@ -284,8 +284,10 @@ def test_a_file_that_is_cut_off_is_named(num_bytes: int, untied: Path) -> None:
 
 def test_a_file_that_is_something_else_is_named(untied: Path) -> None:
     file = untied / "model.safetensors"
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", encoding="utf-8")
+    file.write_text("<!DOCTYPE html><title>Sign in</title>", encoding="utf-8")
     assert_refuses(untied, file.name, "no whole safetensors file")
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", encoding="utf-8")
+    assert_refuses(untied, file.name, "Git LFS pointer", "git lfs pull")
     file.unlink()
     file.mkdir()
     assert_refuses(untied, file.name, "cannot be read: it is a folder")

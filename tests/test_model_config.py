@@ -108,13 +108,33 @@ def test_the_dtype_has_two_names(name: str, dtype: str, tmp_path: Path) -> None:
     assert ModelConfig.from_folder(folder).dtype == dtype
 
 
-def test_generation_config_decides_what_ends_a_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "expected"),
+    [
+        (151645, [151645, 151643], (151645, 151643)),
+        (151645, 151643, (151645, 151643)),
+        ([7, 8], [8, 9], (7, 8, 9)),
+        (151645, [], (151645,)),
+        (151645, None, (151645,)),
+        (None, 151643, (151643,)),
+        (None, None, ()),
+    ],
+)
+def test_what_either_file_names_ends_a_text(
+    of_config: object, of_generation: object, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write(tmp_path, NEWER, eos_token_id=of_config)
+    generation_file = folder / "generation_config.json"
+    generation_file.write_text(json.dumps({"eos_token_id": of_generation}), encoding="utf-8")
+    config = ModelConfig.from_folder(folder)
+    assert config.eos_token_ids == expected
+    assert [*config.eos_by_file] == ["config.json", "generation_config.json"]
+    assert {i for ids in config.eos_by_file.values() for i in ids} == {*expected}
+
+
+def test_an_end_beyond_the_vocabulary_is_refused_by_the_file_that_names_it(tmp_path: Path) -> None:
     folder = write(tmp_path, NEWER)
     generation_file = folder / "generation_config.json"
-    generation_file.write_text('{"eos_token_id": [151645, 151643]}', encoding="utf-8")
-    assert ModelConfig.from_folder(folder).eos_token_ids == (151645, 151643)
-    generation_file.write_text('{"temperature": 0.6}', encoding="utf-8")
-    assert ModelConfig.from_folder(folder).eos_token_ids == (151645,)
     generation_file.write_text('{"eos_token_id": 151936}', encoding="utf-8")
     with pytest.raises(ModelConfigError, match=r"generation_config\.json: eos_token_id = 151936"):
         ModelConfig.from_folder(folder)
@@ -149,6 +169,27 @@ def test_scaling_is_read_from_either_place(
     config = ModelConfig.from_folder(write(tmp_path, OLDER, **changes))
     assert config.rope_theta == 1e6
     assert config.rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions", "expected"),
+    [
+        (None, 80, 80),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 80, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 300, 300),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 65}, 80, 97),
+        ({"rope_type": "yarn", "factor": 2.0}, 80, 160),
+        ({"rope_type": "linear", "factor": 2.5}, 80, 200),
+        ({"rope_type": "yarn", "factor": 1e308}, 80, 2**63 - 1),
+    ],
+)
+def test_the_positions_reach_as_far_as_their_scaling(
+    scaling: dict[str, object] | None, positions: int, expected: int, tmp_path: Path
+) -> None:
+    changes = {"rope_scaling": scaling, "max_position_embeddings": positions}
+    config = ModelConfig.from_folder(write(tmp_path, OLDER, **changes))
+    assert config.max_position_embeddings == expected
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -201,7 +242,17 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2}}, "rope_scaling.type"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor"),
-    ({"rope_scaling": {"rope_type": "yarn", **YARN, "mscale": 0.7}}, "rope_scaling.mscale"),
+    ({"rope_scaling": {"rope_type": "yarn", **YARN, "mscale": -0.7}}, "rope_scaling.mscale"),
+    ({"rope_scaling": {"rope_type": "yarn", **YARN, "attn_factor": 0}}, "rope_scaling.attn_factor"),
+    (
+        {"rope_scaling": {"rope_type": "yarn", **YARN, "attn_factor": 1, "attention_factor": 1.0}},
+        "rope_scaling.attn_factor",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", **YARN, "extrapolation_factor": 0.5}},
+        "rope_scaling.extrapolation_factor",
+    ),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 1}}, "rope_scaling.mscale"),
     ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.factor"),
     ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor"),
     (

@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import Observer
-from nanovllm.errors import ModelConfigError, WeightsError
+from nanovllm.errors import ModelConfigError, TokenizerError, WeightsError
+from nvtrace import read_trace, record
+from nvtrace.check import check
+from nvtrace.events import EngineReady
+from nvtrace.scenarios import SCENARIOS, Options, run_scenario
 from support.models import edit_config, make_reference, save_reference
-from support.oracle import Narrator, Oracle, greedy_params, make_llm, tokens_of
+from support.oracle import Narrator, Oracle, greedy_params, make_llm, save_tokenizer, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from nanovllm.config import Config
+    from nanovllm.engine.sequence import Sequence as EngineSequence
     from nanovllm.models.config import ModelConfig
 
 
@@ -121,6 +126,110 @@ def test_13_tied_heads_are_right_stored_or_not(is_head_stored: bool, tmp_path: P
     assert tokens_of(make_llm(tmp_path).generate([prompt], greedy_params(8))) == [
         oracle.greedy(prompt, 8)
     ]
+
+
+# -- the three files that name an end of sequence --------------------------------------------------
+
+
+class EndKeeper(Observer):
+    """Keeps what ENGINE_READY says of the ends."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, str] = {}
+
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Sequence[int], eos_sources: Sequence[str]
+    ) -> None:
+        """Keep both."""
+        assert num_kvcache_blocks
+        self.ends = dict(zip(eos_token_ids, eos_sources, strict=True))
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "tokenizer"])
+def test_an_end_that_only_one_file_names_ends_a_text(
+    place: str, folder: Path, copy: Path, tmp_path: Path
+) -> None:
+    [prompt] = Oracle(AutoModelForCausalLM.from_pretrained(folder), folder).prompts([6], 8)
+    with_no_end = make_llm(folder).generate([prompt], greedy_params(8, ignore_eos=True))
+    [tokens] = tokens_of(with_no_end)
+    end = tokens[3]
+    ids = dict.fromkeys(("config.json", "generation_config.json", "tokenizer"), 1) | {place: end}
+    save_tokenizer(copy, eos=f"w{ids['tokenizer']}" if place == "tokenizer" else "<end>")
+    edit_config(copy, {"eos_token_id": ids["config.json"]})
+    generation = {"eos_token_id": [ids["generation_config.json"]]}
+    (copy / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+    keeper = EndKeeper()
+    llm = make_llm(copy, keeper)
+    [output] = llm.generate([prompt], greedy_params(8))
+
+    assert output["token_ids"] == tokens[: tokens.index(end) + 1]
+    assert output["finish_reason"] == "stop"
+    assert keeper.ends == {1: ", ".join(name for name in ids if name != place), end: place}
+    assert tokens_of(llm.generate([prompt], greedy_params(8, ignore_eos=True))) == [tokens]
+    with record(tmp_path / "trace.jsonl") as recorder:
+        make_llm(copy, recorder).generate([prompt], greedy_params(8))
+    [ready] = [e for e in read_trace(tmp_path / "trace.jsonl") if isinstance(e, EngineReady)]
+    assert dict(zip(ready.eos_token_ids, ready.eos_sources or [], strict=True)) == keeper.ends
+    assert [*check(read_trace(tmp_path / "trace.jsonl"))] == []
+
+
+# -- a tokenizer that adds special tokens of its own -----------------------------------------------
+
+BOS = "w2"
+TEMPLATE = (
+    "{{ bos_token }} w3 {{ messages[0].content }}{% if enable_thinking is false %} w4{% endif %}"
+)
+
+
+@pytest.fixture
+def beginning(copy: Path) -> Path:
+    """A checkpoint whose tokenizer puts a BOS before each text, as its template does."""
+    save_tokenizer(copy, bos=BOS)
+    (copy / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return copy
+
+
+def test_a_plain_text_gets_one_bos_and_a_template_s_text_keeps_its_one(beginning: Path) -> None:
+    llm = make_llm(beginning)
+    tokenizer = AutoTokenizer.from_pretrained(beginning)
+    turn = [{"role": "user", "content": "w9"}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False)
+    assert text == "w2 w3 w9"
+    for prompt, expected in (
+        ("w9", [2, 9]),
+        (text, [2, 3, 9]),
+        (llm.tokenizer.apply_chat_template("w9"), [2, 3, 9]),
+        (llm.tokenizer.apply_chat_template("w9", enable_thinking=False), [2, 3, 9, 4]),
+    ):
+        assert llm.input_processor.one(prompt, None)[0] == expected
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_gives_the_templates_tokens_to_the_model(name: str, beginning: Path) -> None:
+    class Hearer(Observer):
+        def request_enqueue(self, seq: EngineSequence, waiting_len: int) -> None:
+            assert waiting_len
+            heard.append(seq.token_ids[:])
+
+    heard: list[list[int]] = []
+    options = Options(
+        model=beginning, max_tokens=1, chat_template_kwargs={"enable_thinking": False}
+    )
+    run_scenario(SCENARIOS[name], Hearer(), options)
+    assert heard
+    for token_ids in heard:
+        assert token_ids[:2] == [2, 3]
+        assert token_ids.count(2) == 1
+        assert token_ids[-1] == 4
+
+
+def test_switches_of_a_template_that_is_not_there_are_refused(copy: Path) -> None:
+    save_tokenizer(copy)
+    tokenizer = make_llm(copy).tokenizer
+    assert tokenizer.apply_chat_template("w9") == [9]
+    with pytest.raises(TokenizerError, match="holds no chat template, so that enable_thinking"):
+        tokenizer.apply_chat_template("w9", enable_thinking=False)
 
 
 # -- 14: RoPE and dtype under transformers 5 -------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -39,6 +41,14 @@ KINDS: dict[str, dict[str, object]] = {
         "beta_fast": 16,
         "beta_slow": 2.0,
         "truncate": False,
+    },
+    "yarn, two mscales": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 0.5,
+        "mscale_all_dim": 1.0,
     },
     "yarn, a ramp of no width": {
         "rope_type": "yarn",
@@ -74,6 +84,63 @@ def test_queries_and_keys_are_turned_as_transformers_turns_them(kind: str, tmp_p
     turned = make_rotary(kind, tmp_path)(positions).apply(heads)
 
     torch.testing.assert_close(turned, expected, rtol=1e-5, atol=1e-5)
+
+
+DISTILLED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+OF_FACTOR = 0.1 * math.log(4.0) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, OF_FACTOR),
+        ({"attention_factor": 0.9}, 0.9),
+        ({"attention_factor": 0.9, "mscale": 0.5, "mscale_all_dim": 1.0}, 0.9),
+        ({"mscale": 0.7}, OF_FACTOR),
+        ({"mscale": 0.7, "mscale_all_dim": 0}, OF_FACTOR),
+        ({"mscale_all_dim": 0.7}, OF_FACTOR),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, 1.0),
+        ({"mscale": 1.5, "mscale_all_dim": 1.0}, (0.15 * math.log(4.0) + 1.0) / OF_FACTOR),
+    ],
+)
+def test_yarns_attention_factor_is_that_of_transformers(
+    said: dict[str, object], expected: float, tmp_path: Path
+) -> None:
+    """Of `_compute_yarn_parameters`, which knows neither `attn_factor` nor one mscale alone."""
+    config = Qwen3Config(head_dim=HEAD_DIM, rope_parameters=DISTILLED | said)
+    factor = ROPE_INIT_FUNCTIONS["yarn"](config)[1]
+    assert factor == pytest.approx(expected, rel=1e-12)
+    assert attention_factor(DISTILLED | said, tmp_path) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        # A distilled Qwen3-8B: its attn_factor undoes what the factor does.
+        ({"attn_factor": 0.8782488562869419}, 1.0),
+        ({"attn_factor": 1.0}, OF_FACTOR),
+        ({"attn_factor": 2, "mscale": 0.7, "mscale_all_dim": 0.7}, 2.0),
+        ({"attn_factor": 0.5, "attention_factor": OF_FACTOR / 2}, OF_FACTOR / 2),
+    ],
+)
+def test_yarns_attn_factor_multiplies_as_vllm_does(
+    said: dict[str, object], expected: float, tmp_path: Path
+) -> None:
+    """Of `YaRNScalingRotaryEmbedding`: mscale = yarn_get_mscale(factor) * attn_factor."""
+    assert attention_factor(DISTILLED | said, tmp_path) == pytest.approx(expected, rel=1e-12)
+
+
+def attention_factor(section: dict[str, object], tmp_path: Path) -> float:
+    scaling = read_rope(JsonFields(tmp_path / "config.json", {"rope_parameters": section}), 131072)[
+        1
+    ]
+    assert scaling is not None
+    return scaling.attention_factor
 
 
 def test_the_kinds_of_scaling_differ_from_the_default(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def prompt(llm: LLM) -> str:
+def prompt(llm: LLM) -> list[int]:
     return llm.tokenizer.apply_chat_template("introduce yourself")
 
 
@@ -67,7 +67,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path: Any) -> None:  #
 # -- what comes out --------------------------------------------------------------------------------
 
 
-def test_a_stop_string_ends_the_text_before_it(llm: LLM, prompt: str) -> None:
+def test_a_stop_string_ends_the_text_before_it(llm: LLM, prompt: list[int]) -> None:
     [whole] = llm.generate([prompt], greedy())
     stop = whole["text"][20:27]
     [output] = llm.generate([prompt], greedy(stop=["never said", stop]))
@@ -79,7 +79,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, prompt: str) -> None:
     assert stop not in llm.tokenizer.decode(output["token_ids"][:-1]), "and none too many"
 
 
-def test_a_stop_string_that_never_comes_changes_nothing(llm: LLM, prompt: str) -> None:
+def test_a_stop_string_that_never_comes_changes_nothing(llm: LLM, prompt: list[int]) -> None:
     [whole] = llm.generate([prompt], greedy())
     [output] = llm.generate([prompt], greedy(stop=whole["text"][-1] + "never said"))
     assert output == whole | {"seq_id": output["seq_id"]}
@@ -87,7 +87,7 @@ def test_a_stop_string_that_never_comes_changes_nothing(llm: LLM, prompt: str) -
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_a_stop_token_ends_the_request_and_is_its_last(
-    llm: LLM, prompt: str, ignore_eos: bool
+    llm: LLM, prompt: list[int], ignore_eos: bool
 ) -> None:
     [whole] = llm.generate([prompt], greedy())
     token_id = whole["token_ids"][10]
@@ -98,7 +98,7 @@ def test_a_stop_token_ends_the_request_and_is_its_last(
     assert output["text"] == llm.tokenizer.decode(output["token_ids"])
 
 
-def test_one_request_stops_and_its_neighbours_go_on(llm: LLM, prompt: str) -> None:
+def test_one_request_stops_and_its_neighbours_go_on(llm: LLM, prompt: list[int]) -> None:
     [whole] = llm.generate([prompt], greedy())
     stop = whole["text"][10:13]
     outputs = llm.generate([prompt] * 3, [greedy(), greedy(stop=stop), greedy()])

@@ -1,17 +1,20 @@
 """What several commands have in common on the command line.
 
-Knows the option `--lang` and where its default comes from. Imports nothing heavy: every command's
+Knows the option `--lang` and where its default comes from, and the options that a chat template is
+filled in with. Imports nothing heavy: every command's
 `--help` loads it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nvtrace_cli.failures import UsageError
 from nvtrace_cli.stderr import tell
 
 if TYPE_CHECKING:
@@ -30,6 +33,50 @@ class Lang(StrEnum):
 LangOption = Annotated[
     Lang | None, typer.Option("--lang", help="Language of the words; by default the locale's.")
 ]
+
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="For the chat template, such as '{\"enable_thinking\": false}'."
+    ),
+]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        help="Whether the model thinks first, if its chat template knows enable_thinking."
+    ),
+]
+
+
+def template_kwargs(text: str | None, enable_thinking: bool | None) -> dict[str, object]:
+    """What a chat template is filled in with, by the two options.
+
+    Raises:
+        UsageError: the text is no JSON object, or the two contradict each other.
+    """
+    given: dict[str, object] = {}
+    problem = None
+    try:
+        match json.loads("{}" if text is None else text):
+            case dict() as read:
+                given = read
+            case read:
+                problem = f"that is a {type(read).__name__}"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise UsageError(
+            f"--chat-template-kwargs {text:.80}: it must be a JSON object ({problem}); write "
+            """--chat-template-kwargs '{"enable_thinking": false}', say"""
+        )
+    if enable_thinking is None:
+        return given
+    if given.setdefault("enable_thinking", enable_thinking) is not enable_thinking:
+        raise UsageError(
+            f"--chat-template-kwargs {text}: --enable-thinking or --no-enable-thinking says "
+            "otherwise; leave one of the two out"
+        )
+    return given
 
 
 def locale_language(environment: Mapping[str, str]) -> Lang:

@@ -20,7 +20,14 @@ import typer
 
 from nvtrace_cli.check import CheckOption, Watch
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import (
+    ChatTemplateOption,
+    LangOption,
+    ThinkingOption,
+    say,
+    template_kwargs,
+    words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,6 +69,8 @@ def run(
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 takes the likeliest token.")
     ] = None,
+    chat_template_kwargs: ChatTemplateOption = None,
+    enable_thinking: ThinkingOption = None,
     policy: Annotated[
         str | None, typer.Option(help="What goes into a step: prefill_first, mixed or static.")
     ] = None,
@@ -111,6 +120,7 @@ def run(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        chat_template_kwargs=template_kwargs(chat_template_kwargs, enable_thinking),
         config=_engine_options(policy, tp, device),
     )
     watch = Watch(catalog, is_on=check)
@@ -148,7 +158,7 @@ def _record(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with interrupts_end_it():
         from nanovllm.errors import NanoVLLMError  # noqa: PLC0415 - --help needs no engine
-        from nvtrace.scenarios import run_scenario  # noqa: PLC0415 - the same
+        from nvtrace.scenarios import check_prompts, run_scenario  # noqa: PLC0415 - the same
         from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
 
     tap: StoppingTap | None = None
@@ -160,7 +170,10 @@ def _record(
             recording(out, tap, options, catalog) as recorder,
             tap.blamed(),
         ):
-            check_prompts(scenario, options)
+            try:
+                check_prompts(scenario, options)
+            except ValueError as error:  # or a broken configuration or tokenizer
+                raise RunFailedError(str(error)) from error
             answers = run_scenario(scenario, recorder, options)
     except KeyboardInterrupt:
         if tap is not None and tap.has_engine:
@@ -229,43 +242,6 @@ def put_back(out: Path, kept: Path | None, new: list[Path]) -> None:
         keep_ranks(kept, out)
     for path in new:
         path.unlink(missing_ok=True)
-
-
-def check_prompts(scenario: Scenario, options: Options) -> None:
-    """Refuse what can be known before weights are loaded: prompts that are none, or all too long.
-
-    Raises:
-        RunFailedError: for this reason, or since the folder's configuration or tokenizer is broken.
-    """
-    from nanovllm.assets import TINY_QWEN3  # noqa: PLC0415 - --help needs no engine
-    from nanovllm.config import Config  # noqa: PLC0415 - the same
-    from nanovllm.engine.input_processor import InputProcessor  # noqa: PLC0415 - the same
-    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
-    from nanovllm.utils.tokenizer import Tokenizer  # noqa: PLC0415 - the same
-
-    messages = options.messages or (
-        *scenario.messages,
-        *(arrival.message for arrival in scenario.arrivals),
-    )
-    try:
-        config = Config.create(
-            TINY_QWEN3 if options.model is None else options.model,
-            {**scenario.config, **options.config},
-        )
-        model_config = ModelConfig.from_folder(config.model)
-        tokenizer = Tokenizer(config.model)
-        processor = InputProcessor(tokenizer, model_config.vocab_size)
-        prompts = [tokenizer.apply_chat_template(message) for message in messages]
-        lengths = [len(token_ids) for token_ids, _ in processor.batch(prompts, None)]
-    except ValueError as error:
-        raise RunFailedError(str(error)) from error
-    longest = min(config.max_model_len, model_config.max_position_embeddings)
-    if min(lengths) >= longest:  # if one fits, the others are refused one by one
-        which = "the prompt" if len(lengths) == 1 else "the shortest prompt"
-        raise RunFailedError(
-            f"{which} has {min(lengths)} tokens, but max_model_len={longest} bounds prompt and "
-            "completion together: shorten it, or take a model with room for more"
-        )
 
 
 class StoppingTap:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import TokenizerError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import check_unicode
 
 if TYPE_CHECKING:
     from nanovllm.utils.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class InputProcessor:
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {sampling_params!r}")
         if isinstance(prompt, str):
-            _check_unicode(prompt)
+            check_unicode(prompt)
             token_ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
@@ -96,14 +97,3 @@ class InputProcessor:
                 raise ValueError(
                     f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
                 )
-
-
-def _check_unicode(text: str) -> None:
-    """Python's strings may hold halves of characters; no tokenizer takes them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt holds no valid Unicode at character {error.start}: half a surrogate pair, "
-            "as bytes leave that were decoded with errors='surrogateescape'"
-        ) from None

@@ -3,8 +3,9 @@
 Knows bytes and tensors. Does not know whose a page is (`block_manager.py`). vLLM's counterpart is
 `determine_available_memory` in `vllm/v1/worker/`.
 
-On a GPU the engine fills the memory up to `gpu_memory_utilization`. A made-up step of the largest
-size shows what a step needs beside the weights, and what is left is the cache's:
+`gpu_memory_utilization` is the share of the memory that all programs together may fill. On a GPU
+the engine takes what is left of it. A made-up step of the largest size shows what a step needs
+beside the weights, and the rest is the cache's:
 
     |<------------------ total * utilization ------------------>|
     | used: weights, and | peak - current: | graph |  KV pages   |          |
@@ -18,6 +19,7 @@ with its own heads; so there are as many pages as the rank with the least room h
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,13 +123,18 @@ def estimate_budget(
     num_blocks = config.num_kvcache_blocks or max(available, 0) // block_bytes
     if num_blocks == 0:
         a_steps = f" - {step_bytes / GIB:.2f} GiB for a step's own tensors" if is_gpu else ""
+        page_bytes = block_bytes * (1 if is_gpu else num_local_ranks)
+        enough = math.ceil(1000 * (used + step_bytes + page_bytes) / total) / 1000
+        can_raise = enough <= 1 and (is_gpu or page_bytes <= CPU_KV_CACHE_LIMIT)
+        raising = f"raise gpu_memory_utilization to {enough:g}, " if can_raise else ""
+        lowering = "lower max_num_batched_tokens, " if is_gpu else ""
+        lowering += "lower kvcache_block_size, " if available > 0 else ""
         raise KVCacheError(
             f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
-            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use{a_steps} leaves "
-            f"{available / GIB:.2f} GiB, and a page of {config.kvcache_block_size} tokens takes "
-            f"{block_bytes / GIB:.3f} GiB; free some memory, raise gpu_memory_utilization, lower "
-            f"{'max_num_batched_tokens, ' if is_gpu else ''}kvcache_block_size, or set "
-            "num_kvcache_blocks"
+            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use (by all programs)"
+            f"{a_steps} leaves {available / GIB:.2f} GiB, and a page of "
+            f"{config.kvcache_block_size} tokens takes {block_bytes / GIB:.3f} GiB; free some "
+            f"memory, {raising}{lowering}or set num_kvcache_blocks"
         )
     rule: Literal["cpu_bounded", "gpu_measured", "given"]
     rule = "gpu_measured" if is_gpu else "cpu_bounded"

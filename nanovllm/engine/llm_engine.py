@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -69,14 +70,15 @@ class LLMEngine:
         self.observer = SILENT if observer is None else observer
         self.config = Config.create(model, options)
         self.model_config = ModelConfig.from_folder(self.config.model)
-        self.config.resolve(self.model_config)
+        self.config.resolve(self.model_config, options)
         self.observer.engine_init(self.config, self.model_config)
         self.tokenizer = Tokenizer(self.config.model)
         # A broken one is refused now, not when text goes out.
         self.tokenizer.load(self.model_config.vocab_size)
         self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.eos_token_ids = self.model_config.eos_token_ids or self.tokenizer.eos_token_ids()
+        eos = self.model_config.eos_by_file | {"tokenizer": self.tokenizer.eos_token_ids()}
+        self.eos_token_ids = tuple(dict.fromkeys(chain(*eos.values())))
         # The runner before the scheduler: only it knows how many KV pages there are.
         self.ranks = join_ranks(self.config, self.model_config, self.observer)
         self.model_runner = ModelRunner(self.config, self.model_config, self.observer, self.ranks)
@@ -94,12 +96,14 @@ class LLMEngine:
             eos_token_ids=self.eos_token_ids,
             observer=self.observer,
             policy=POLICIES[self.config.policy],
+            max_positions=self.model_config.max_position_embeddings,
         )
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
         self.engine_step = 0
         self._handled: BaseException | None = None  # the exception that _recovering dealt with last
-        self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids)
+        sources = [", ".join(f for f in eos if i in eos[f]) for i in self.eos_token_ids]
+        self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids, sources)
 
     # -- request by request ----------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, forward_context
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class ModelRunner:
     # -- start -----------------------------------------------------------------------------------
 
     def _load(self, model_config: ModelConfig) -> None:
+        check_sizes(self.config.model, model_config, Qwen3ForCausalLM.shape_fields)
         self._check_memory(model_config)
         backend = make_attention_backend(self.config.attention_backend)
         before = torch.get_default_dtype()

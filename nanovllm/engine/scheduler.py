@@ -44,6 +44,7 @@ class Scheduler:
         max_num_seqs: at most so many sequences run at once.
         max_num_batched_tokens: at most so many tokens are computed in a step.
         max_model_len: prompt and completion together are at most so long.
+        max_positions: how far max_model_len could be raised; None if nobody knows.
         eos_token_ids: each of these ends a sequence.
         observer: told of every decision.
         policy: fills a step's batch.
@@ -59,12 +60,14 @@ class Scheduler:
         eos_token_ids: Collection[int],
         observer: Observer,
         policy: Policy = prefill_first,
+        max_positions: int | None = None,
     ) -> None:
         self.policy = policy
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_positions = max_positions
         self.eos_token_ids = frozenset(eos_token_ids)
         self.observer = observer
         self.waiting: deque[Sequence] = deque()
@@ -83,10 +86,14 @@ class Scheduler:
             RequestRefusedError: it is longer than max_model_len or than the whole page pool.
         """
         if num_prompt_tokens >= self.max_model_len:
+            longest = self.max_positions
+            advice = " or raise max_model_len"
+            if longest is not None and num_prompt_tokens >= longest:
+                advice = f" or take another model: this one has positions for {longest} tokens"
             raise RequestRefusedError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len="
                 f"{self.max_model_len} bounds prompt and completion together: "
-                "shorten the prompt or raise max_model_len",
+                f"shorten the prompt{advice}",
                 reason="prompt_too_long",
                 need=num_prompt_tokens + 1,
                 have=self.max_model_len,

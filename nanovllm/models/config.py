@@ -11,7 +11,8 @@ loader finds wrong shapes.
 from __future__ import annotations
 
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,10 +53,12 @@ class ModelConfig:
         architecture: the class named in `architectures`.
         head_dim: width of one attention head; not always hidden_size / num_attention_heads.
         rope_scaling: how the rotary frequencies are stretched, None if they are not.
-        max_position_embeddings: positions run from 0 to this number, exclusive.
+        max_position_embeddings: positions run from 0 to this number, exclusive: the file's, or as
+            far as rope_scaling reaches, if that is further.
         tie_word_embeddings: the head multiplies with the embedding's own matrix.
         dtype: what the checkpoint was saved in (float32, float16 or bfloat16), None if not said.
-        eos_token_ids: each ends a text; from generation_config.json, else from config.json.
+        eos_token_ids: each ends a text; from config.json and generation_config.json.
+        eos_by_file: the same, by the file that names it.
     """
 
     architecture: str
@@ -75,6 +78,7 @@ class ModelConfig:
     hidden_act: str
     dtype: str | None
     eos_token_ids: tuple[int, ...]
+    eos_by_file: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -136,6 +140,12 @@ class ModelConfig:
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)
         rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)
+        if rope_scaling is not None:
+            max_position_embeddings = max(max_position_embeddings, rope_scaling.num_positions)
+        eos_by_file = {
+            source.file.name: source.token_ids("eos_token_id", vocab_size)
+            for source in (fields, _read_json(folder / "generation_config.json", optional=True))
+        }
         return cls(
             architecture=ARCHITECTURE,
             vocab_size=vocab_size,
@@ -153,7 +163,8 @@ class ModelConfig:
             attention_bias=False,
             hidden_act="silu",
             dtype=_dtype(fields),
-            eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
+            eos_token_ids=tuple(dict.fromkeys(chain(*eos_by_file.values()))),
+            eos_by_file=eos_by_file,
         )
 
 
@@ -170,8 +181,10 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _read_json(file: Path) -> JsonFields:
+def _read_json(file: Path, *, optional: bool = False) -> JsonFields:
     if not is_there(file):
+        if optional:
+            return JsonFields(file, {})
         raise ModelConfigError(f"{file.parent} has no {file.name}; is it the folder of a model?")
     content = read_json(file, ModelConfigError)
     if not isinstance(content, dict):
@@ -235,12 +248,3 @@ def _dtype(fields: JsonFields) -> str | None:
     if dtype is not None and dtype not in DTYPES:
         raise fields.error(name, f"must be one of {', '.join(DTYPES)}")
     return dtype if isinstance(dtype, str) else None
-
-
-def _eos_token_ids(folder: Path, fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    generation_file = folder / "generation_config.json"
-    if is_there(generation_file):
-        generation_fields = _read_json(generation_file)
-        if generation_fields.get("eos_token_id") is not None:
-            fields = generation_fields
-    return fields.token_ids("eos_token_id", vocab_size)

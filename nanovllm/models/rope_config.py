@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
+from nanovllm.models.json_fields import LARGEST_COUNT
+
 if TYPE_CHECKING:
     from nanovllm.models.json_fields import JsonFields
 
@@ -24,17 +26,15 @@ KNOWN_FIELDS: Final = MappingProxyType(
         "linear": frozenset({"factor"}),
         "yarn": frozenset(
             {
-                "factor",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "truncate",
+                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+                *("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "truncate"),
             }
         ),
     }
 )
 FIELDS_OF_ALL = frozenset({"rope_type", "type", "rope_theta"})
+# Of other fields, the value that changes nothing.
+IDLE: Final = MappingProxyType({"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+    @property
+    def num_positions(self) -> int:
+        """How far the stretched positions reach, as vLLM's `_get_and_verify_max_len` has it."""
+        return int(min(self.original_max_position_embeddings * self.factor, LARGEST_COUNT))
 
 
 def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
@@ -93,7 +98,7 @@ def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScal
         raise section.error(named[0], f"is not implemented; {', '.join(KNOWN_FIELDS)} are")
     for name, value in section.values.items():
         is_known = name in FIELDS_OF_ALL | KNOWN_FIELDS[rope_type]
-        is_idle = value is None or (name == "partial_rotary_factor" and value == 1.0)
+        is_idle = value is None or (name in IDLE and value == IDLE[name])
         if not is_known and not is_idle:
             raise section.error(name, f"is not implemented for rope_type {rope_type!r}")
     if rope_type == "default":
@@ -106,13 +111,33 @@ def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScal
         "yarn",
         factor,
         original,
-        attention_factor=section.number(
-            "attention_factor", above=0.0, default=0.1 * math.log(factor) + 1.0
-        ),
+        attention_factor=_attention_factor(section, factor),
         beta_fast=section.number("beta_fast", above=0.0, default=32.0),
         beta_slow=section.number("beta_slow", above=0.0, default=1.0),
         truncate=section.flag("truncate", default=True),
     )
+
+
+def _attention_factor(section: JsonFields, factor: float) -> float:
+    """Return what cosine and sine are multiplied by, from whichever field a checkpoint has.
+
+    `attention_factor` is the whole of it; else it is worked out from `factor`, perhaps by `mscale`
+    and `mscale_all_dim` (transformers: `_compute_yarn_parameters`, which passes over one without
+    the other). `attn_factor` multiplies that (vLLM: `YaRNScalingRotaryEmbedding`; transformers
+    passes over it, but checkpoints that have it were made for the product).
+    """
+
+    def scaled(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    names = ("mscale", "mscale_all_dim")  # 0 is the same as none
+    scales = [section.number(n, above=0.0) for n in names if section.get(n) not in (None, 0)]
+    found = scaled(scales[0]) / scaled(scales[1]) if len(scales) == len(names) else scaled()
+    found *= section.number("attn_factor", above=0.0, default=1.0)
+    told = section.number("attention_factor", above=0.0, default=found)
+    if section.get("attn_factor") is not None and not math.isclose(told, found, rel_tol=1e-6):
+        raise section.error("attn_factor", f"makes {found:g}, but attention_factor is {told:g}")
+    return told
 
 
 def _at_least_one(section: JsonFields, name: str) -> float:

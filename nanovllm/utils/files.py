@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from nanovllm.errors import NanoVLLMError
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # what stands in a large file's place
+
 
 def is_there(path: Path) -> bool:
     """Has the folder such a name? Yes where it cannot be told: opening it will say why not."""
@@ -29,14 +31,16 @@ def is_there(path: Path) -> bool:
 
 
 def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
-    """Raise `refusal` if `file` cannot be opened and read."""
+    """Raise `refusal` if `file` cannot be opened and read, or only says where it is to be had."""
     try:
         mode = file.stat().st_mode  # of what a link leads to
         if stat.S_ISREG(mode):
-            file.open("rb").close()
-            return
-        # Nothing else is opened: a pipe would wait for somebody to write.
-        why = "it is a folder" if stat.S_ISDIR(mode) else "it is no ordinary file"
+            with file.open("rb") as opened:
+                if opened.read(len(LFS_POINTER)) != LFS_POINTER:
+                    return
+            why = "it is a Git LFS pointer: run `git lfs pull` in its folder, or download the file"
+        else:  # a pipe would wait for somebody to write, so it is not opened
+            why = "it is a folder" if stat.S_ISDIR(mode) else "it is no ordinary file"
     except (OSError, ValueError) as error:
         why = explain(error, file)
     raise refusal(f"{file} cannot be read: {why}.")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from nanovllm.models.config import ModelConfig
     from nanovllm.parallel import Partition
 
 SINGLE_FILE = "model.safetensors"
@@ -65,13 +66,11 @@ class Destination:
 
     Attributes:
         partition: the part of the tensor that goes there; None for all of it.
-        fields: for each dimension, the fields of config.json that it comes from, if known.
     """
 
     module_name: str
     weight: Tensor
     partition: Partition | None = None
-    fields: tuple[str, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -113,14 +112,12 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
             exactly the tensors that the model has. The model is then as it was before. Or a tensor
             holds a number that is not finite, or not in the model's dtype.
     """
-    files = find_files(Path(folder))
-    stored = read_headers(files)
-    _check_index(Path(folder), stored)
+    files, stored = read_checkpoint(Path(folder))
     destinations = find_destinations(model)
     tied = {alias: name for alias, name in find_tied(model).items() if alias in stored}
     _check_names(Path(folder), stored, destinations, tied)
     for name, destination in destinations.items():
-        _check_tensor(name, stored[name], destination)
+        _check_tensor(name, stored[name], destination.module_name, destination.stored_shape)
     for alias, name in tied.items():
         _check_tied(alias, stored[alias], name, stored[name], destinations[name])
 
@@ -135,6 +132,42 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
                     raise _not_finite(file, name, values, destination.weight.dtype)
     num_bytes = sum(math.prod(t.shape) * BYTES_PER_NUMBER[t.dtype] for t in stored.values())
     return LoadedWeights(len(files), len(stored), num_bytes)
+
+
+def check_sizes(
+    folder: str | os.PathLike[str], config: ModelConfig, shape_fields: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Compare a configuration with the headers of the weights, before any module is built.
+
+    Args:
+        folder: the checkpoint's.
+        config: what its config.json says.
+        shape_fields: see `Qwen3ForCausalLM`.
+
+    Raises:
+        WeightsError: a file is missing, broken or ambiguous, or a size is another in the files.
+    """
+    stored = read_checkpoint(Path(folder))[1]
+    num_layers = len({layer[0] for name in stored if (layer := LAYER.match(name))})
+    if config.num_hidden_layers > num_layers:
+        raise WeightsError(
+            f"{folder} lacks model.layers.{num_layers}.* and what comes after. Is the checkpoint "
+            "complete, and does config.json belong to it (look at num_hidden_layers = "
+            f"{config.num_hidden_layers})?"
+        )
+    for own_name, fields in shape_fields.items():
+        expected = tuple(math.prod(getattr(config, each) for each in f.split(", ")) for f in fields)
+        for name in stored:
+            if f".{name}".endswith(f".{own_name}.weight"):
+                _check_tensor(name, stored[name], own_name, expected, *fields)
+
+
+def read_checkpoint(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
+    """Return the files of a checkpoint, and its tensors by name, without reading their numbers."""
+    files = find_files(folder)
+    stored = read_headers(files)
+    _check_index(folder, stored)
+    return files, stored
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -191,7 +224,6 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
     Together the destinations are all parameters of the model, each number once.
     """
     packed: Mapping[str, tuple[str, ...]] = getattr(model, "packed_modules_mapping", {})
-    shape_fields: Mapping[str, tuple[str, ...]] = getattr(model, "shape_fields", {})
     destinations = {}
     for name, parameter in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
@@ -199,15 +231,11 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
         module = model.get_submodule(module_name)
         if own_name not in packed or not isinstance(module, PackedLinear):
             partition: Partition | None = getattr(module, "partition", None)
-            fields = shape_fields.get(own_name, ())
-            destinations[name] = Destination(module_name, parameter, partition, fields)
+            destinations[name] = Destination(module_name, parameter, partition)
             continue
         for shard_name in packed[own_name]:
             destinations[f"{parent_name}.{shard_name}.{leaf}"] = Destination(
-                module_name,
-                module.shard(shard_name),
-                module.partitions[shard_name],
-                shape_fields.get(shard_name, ()),
+                module_name, module.shard(shard_name), module.partitions[shard_name]
             )
     return destinations
 
@@ -253,14 +281,21 @@ def _check_names(
     tied: dict[str, str],
 ) -> None:
     missing = [name for name in destinations if name not in stored]
+    unknown = [name for name in stored if name not in destinations and name not in tied]
     if missing:
+        bare = missing[0].removeprefix("model.")
+        if found := [name for name in unknown if f".{name}".endswith(f".{bare}")]:
+            kind = "a model without a head, for embeddings" if found[0] == bare else "another model"
+            raise WeightsError(
+                f"{folder} holds {found[0]} in the place of {missing[0]}: it may be {kind}. Take a "
+                "checkpoint that generates text (saved from Qwen3ForCausalLM)."
+            )
         module_name = destinations[missing[0]].module_name
         raise WeightsError(
             f"{folder} lacks {_some(missing)}; the model's {module_name} needs "
             f"{missing[0]}. Is the checkpoint complete, and does its config.json belong to it"
             f"{_hint(_existence_field(missing[0], stored))}?"
         )
-    unknown = [name for name in stored if name not in destinations and name not in tied]
     if unknown:
         raise WeightsError(
             f"{stored[unknown[0]].file} holds {_some(unknown)}, for which the model has no module. "
@@ -269,21 +304,21 @@ def _check_names(
         )
 
 
-def _check_tensor(name: str, tensor: StoredTensor, destination: Destination) -> None:
+def _check_tensor(
+    name: str, tensor: StoredTensor, module_name: str, expected: tuple[int, ...], *fields: str
+) -> None:
     if tensor.dtype not in BYTES_PER_NUMBER:
         raise WeightsError(
             f"{tensor.file}: {name} is of type {tensor.dtype}; only {', '.join(BYTES_PER_NUMBER)} "
             "are read (quantized checkpoints are not)."
         )
-    expected = destination.stored_shape
     if tensor.shape != expected:
-        fields = destination.fields
         if len(tensor.shape) == len(expected) == len(fields):  # those of the dimensions that differ
             pairs = zip(fields, tensor.shape, expected, strict=True)
             fields = tuple(field for field, stored, needed in pairs if stored != needed)
         raise WeightsError(
             f"{tensor.file}: {name} has the shape {tensor.shape}, but the model's "
-            f"{destination.module_name} needs {expected}. Does config.json belong to it"
+            f"{module_name} needs {expected}. Does config.json belong to it"
             f"{_hint(*fields)}?"
         )
 

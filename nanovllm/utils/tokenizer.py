@@ -1,15 +1,16 @@
 """Tokenizer: text <-> token ids, through the checkpoint's own transformers tokenizer.
 
 Knows the folder. `generate` takes prompts as they are: whoever wants the chat template applies it
-first, as the article's example does. Loaded at its first use: prompts given as token ids need none
-until text goes out.
+first, as the article's example does. Special tokens are added to plain text, as the tokenizer says,
+and not to what a template has written: it has its own. Loaded at its first use: prompts given as
+token ids need none until text goes out.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import TokenizerError
 from nanovllm.utils.byte_level import ByteLevelVocabulary
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 
 
 class Tokenizer:
@@ -50,7 +52,8 @@ class Tokenizer:
             )
         except Exception as error:
             for file in files:  # which of them is it?
-                read_json(file, TokenizerError)
+                if file.suffix == ".json":
+                    read_json(file, TokenizerError)
             raise TokenizerError(
                 f"{self.folder} holds no tokenizer that transformers can load "
                 f"({type(error).__name__}: {error}); it needs tokenizer.json and "
@@ -59,7 +62,7 @@ class Tokenizer:
         return tokenizer
 
     def _check_files(self) -> list[Path]:
-        """Return the JSON files that there are, if they can be read and none is missing."""
+        """Return the files that there are, if they can be read and none is missing."""
         folder = Path(self.folder)
         for choice in (_VOCABULARIES, (_CONFIG,)):  # without it, transformers guesses the kind
             if not any(is_there(folder / name) for name in choice):
@@ -67,7 +70,7 @@ class Tokenizer:
                     f"{folder} holds half a tokenizer: {' or '.join(choice)} is missing; add it, "
                     "or remove the other tokenizer files and give prompts as token ids"
                 )
-        others = ("special_tokens_map.json", "added_tokens.json")
+        others = ("special_tokens_map.json", "added_tokens.json", "merges.txt", _TEMPLATE)
         names = (*_VOCABULARIES, _CONFIG, *others)
         files = [folder / name for name in names if is_there(folder / name)]
         for file in files:
@@ -86,46 +89,63 @@ class Tokenizer:
             vocab_size: the model's.
 
         Raises:
-            TokenizerError: they are broken, or belong to a model with a larger vocabulary.
+            TokenizerError: they are broken, or have ids that the model has no embeddings for. Such
+                an added token is allowed, since the model never draws it, but not as the end.
         """
         if not self.exists:
             return
-        token, largest = max(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        added = set(self._tokenizer.get_added_vocab()) - {self._tokenizer.eos_token}
+        ids = ((i, token) for token, i in self._tokenizer.get_vocab().items() if token not in added)
+        largest, token = max(ids, default=(0, ""))
         if largest >= vocab_size:
             raise TokenizerError(
-                f"{self.folder} holds a tokenizer that does not belong to the model: the id of "
-                f"{token!r} is {largest}, but config.json says vocab_size = {vocab_size}; take "
-                "both from the same checkpoint"
+                f"{self.folder} holds a tokenizer with more tokens than the model has embeddings: "
+                f"the id of {token!r} is {largest}, but config.json says vocab_size = "
+                f"{vocab_size}; take the model's own tokenizer, or give the model more embeddings"
             )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
-        token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
-        return token_ids
+        """Token ids of `text`, with the special tokens that the tokenizer adds.
 
-    def apply_chat_template(self, message: str) -> str:
-        """The prompt in which a user says `message` and the assistant is about to answer.
+        A text that begins with the BOS token was written by a chat template: none are added.
+        """
+        bos = self._tokenizer.bos_token
+        return self._encode(text, special=not (bos and text.startswith(str(bos))))
+
+    def apply_chat_template(self, message: str, /, **kwargs: object) -> list[int]:
+        """Token ids of the prompt in which a user says `message` and the assistant will answer.
 
         A tokenizer without a chat template is for a base model: the message is the prompt.
 
+        Args:
+            message: what the user says.
+            **kwargs: for the template: `enable_thinking=False`, say.
+
         Raises:
-            TokenizerError: the template is broken.
+            TokenizerError: the template is broken, or there is none to give `kwargs` to.
         """
         if not self._tokenizer.chat_template:
-            return message
+            if kwargs:
+                raise TokenizerError(
+                    f"{self.folder} holds no chat template, so that {', '.join(kwargs)} would "
+                    f"change nothing: add {_TEMPLATE}, or leave the chat_template_kwargs out"
+                )
+            return self.encode(message)
+        options: dict[str, Any] = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         turn = [{"role": "user", "content": message}]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    turn, tokenize=False, add_generation_prompt=True
-                )
-            )
+            text = str(self._tokenizer.apply_chat_template(turn, **options))
         except Exception as error:
             raise TokenizerError(
                 f"{self.folder} holds a chat template that cannot be filled in "
-                f"({type(error).__name__}: {error}): mend chat_template.jinja or the "
-                f"chat_template of {_CONFIG}"
+                f"({type(error).__name__}: {error}): mend {_TEMPLATE}, the "
+                f"chat_template of {_CONFIG}, or the chat_template_kwargs"
             ) from error
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        check_unicode(text)
+        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of `token_ids`, special tokens (the end of a turn) left out.
@@ -156,3 +176,14 @@ class Tokenizer:
             return ()
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
+
+
+def check_unicode(text: str) -> None:
+    """Python's strings may hold halves of characters; no tokenizer takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt holds no valid Unicode at character {error.start}: half a surrogate pair, "
+            "as bytes leave that were decoded with errors='surrogateescape'"
+        ) from None

@@ -52,6 +52,7 @@ FAKE_MODEL = ModelConfig(
     hidden_act="silu",
     dtype=None,
     eos_token_ids=EOS_TOKEN_IDS,
+    eos_by_file={"config.json": EOS_TOKEN_IDS},
 )
 Moment = Literal["scheduled", "ran", "sampled"]
 
@@ -257,6 +258,9 @@ class FakeTokenizer:
 
     def load(self, vocab_size: int) -> None:
         """There are no files."""
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return ()
 
     def decode(self, token_ids: list[int]) -> str:
         return text_of(token_ids)

@@ -72,7 +72,9 @@ class GpuRecorder(Recorder):
     rows_before: int | None = None
 
     @override
-    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Sequence[int]) -> None:
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Sequence[int], eos_sources: Sequence[str]
+    ) -> None:
         self.tp_runtime_init(0, 1, "cpu", None)
         self.model_weights_loaded(LoadedWeights(1, 2, 300))
         self.warmup_model(1, 6, 700)
@@ -99,7 +101,7 @@ class GpuRecorder(Recorder):
             )
         )
         self.cudagraph_capture([*self.graphs], 50)
-        super().engine_ready(num_kvcache_blocks, eos_token_ids)
+        super().engine_ready(num_kvcache_blocks, eos_token_ids, eos_sources)
 
     @override
     def run_eager(self, reason: str, num_tokens: int) -> None:
@@ -141,7 +143,9 @@ class EagerRecorder(Recorder):
     """Tells why there are no graphs, as a CPU's engine does."""
 
     @override
-    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Sequence[int]) -> None:
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Sequence[int], eos_sources: Sequence[str]
+    ) -> None:
         self.tp_runtime_init(0, 1, "cpu", None)
         self.model_weights_loaded(LoadedWeights(1, 2, 300))
         self.kv_budget_estimate(
@@ -164,7 +168,7 @@ class EagerRecorder(Recorder):
             )
         )
         self.cudagraph_skip("device_has_no_graphs")
-        super().engine_ready(num_kvcache_blocks, eos_token_ids)
+        super().engine_ready(num_kvcache_blocks, eos_token_ids, eos_sources)
 
     @override
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:

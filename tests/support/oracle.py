@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, Observer, SamplingParams
@@ -219,10 +219,16 @@ def assert_empty(llm: LLM) -> None:
     assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.block_manager.num_blocks
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Give a folder a tokenizer with a word for each token: w0, <end> (of a turn), w2, w3 ..."""
+def save_tokenizer(folder: Path, eos: str = "<end>", bos: str | None = None) -> None:
+    """Give a folder a tokenizer with a word for each token: w0, <end> (of a turn), w2, w3 ...
+
+    If it has a BOS token, it puts it before each text.
+    """
     vocab = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE) if token_id != 1}
     words = Tokenizer(models.WordLevel(vocab | {"<end>": 1}, unk_token="w0"))  # noqa: S106 - no password
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos is not None:
+        pairs = [(bos, words.token_to_id(bos))]
+        words.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=pairs)
     wrap: Any = PreTrainedTokenizerFast
-    wrap(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)  # noqa: S106 - as above
+    wrap(tokenizer_object=words, eos_token=eos, bos_token=bos).save_pretrained(folder)

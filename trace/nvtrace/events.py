@@ -165,6 +165,7 @@ class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
 
     num_kvcache_blocks: int
     eos_token_ids: list[int]
+    eos_sources: list[str] | None = None
     duration_ns: int
 
     log_fields = ("num_kvcache_blocks", "eos_token_ids")

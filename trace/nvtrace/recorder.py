@@ -244,12 +244,15 @@ class Recorder(Observer):
         self.trace.add(ev.CudagraphSkip, "init", reason=reason)
 
     @override
-    def engine_ready(self, num_kvcache_blocks: int, eos_token_ids: Seq[int]) -> None:
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
+    ) -> None:
         self.trace.add(
             ev.EngineReady,
             "init",
             num_kvcache_blocks=num_kvcache_blocks,
             eos_token_ids=list(eos_token_ids),
+            eos_sources=list(eos_sources) or None,
             duration_ns=self.trace.now() - self._init_start,
         )
         self.trace.drain()

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import SamplingParams
 from nanovllm.assets import TINY_QWEN3
+from nanovllm.errors import RequestRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.observer import Observer
     from nanovllm.outputs import RequestOutput
+    from nanovllm.utils.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,17 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may change of a scenario; None leaves the scenario's own."""
+    """What a user may change of a scenario; None leaves the scenario's own.
+
+    `chat_template_kwargs` are for the model's chat template: `{"enable_thinking": False}`, say.
+    """
 
     model: str | Path | None = None
     messages: tuple[str, ...] = ()
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -160,12 +166,52 @@ def run_scenario(
     try:
         if arrivals:
             return _run_arrivals(llm, scenario, options)
-        prompts = [llm.tokenizer.apply_chat_template(message) for message in messages]
+        prompts = _prompts(llm.tokenizer, messages, options)
         params = [_params(scenario, options, index) for index in range(len(prompts))]
         outputs = llm.generate(prompts, params)
         return [Answer(*pair) for pair in zip(messages, outputs, strict=True)]
     finally:
         llm.exit()
+
+
+def check_prompts(scenario: Scenario, options: Options) -> None:
+    """Refuse what can be known before weights are loaded: prompts that are none, or all too long.
+
+    Raises:
+        ValueError: for this reason, or since the folder's configuration or tokenizer is broken.
+    """
+    from nanovllm.config import Config  # noqa: PLC0415 - loads torch
+    from nanovllm.engine.input_processor import InputProcessor  # noqa: PLC0415 - the same
+    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
+    from nanovllm.utils.tokenizer import Tokenizer  # noqa: PLC0415 - the same
+
+    arriving = tuple(arrival.message for arrival in scenario.arrivals)
+    messages = options.messages or (*scenario.messages, *arriving)
+    config = Config.create(_first(options.model, TINY_QWEN3), {**scenario.config, **options.config})
+    model_config = ModelConfig.from_folder(config.model)
+    tokenizer = Tokenizer(config.model)
+    processor = InputProcessor(tokenizer, model_config.vocab_size)
+    requests = processor.batch(_prompts(tokenizer, messages, options), None)
+    shortest = min(len(token_ids) for token_ids, _ in requests)
+    positions = model_config.max_position_embeddings
+    longest = min(config.max_model_len, positions)
+    if shortest >= longest:  # if one fits, the others are refused one by one
+        which = "the prompt" if len(requests) == 1 else "the shortest prompt"
+        more = "take a model with more positions"
+        if shortest < positions:
+            more = f"use LLM(max_model_len={positions}): the model has so many positions"
+        raise RequestRefusedError(
+            f"{which} has {shortest} tokens, but max_model_len={longest} bounds prompt and "
+            f"completion together: shorten it, or {more}",
+            reason="prompt_too_long",
+            need=shortest + 1,
+            have=longest,
+        )
+
+
+def _prompts(tokenizer: Tokenizer, messages: Iterable[str], options: Options) -> list[list[int]]:
+    kwargs = options.chat_template_kwargs
+    return [tokenizer.apply_chat_template(message, **kwargs) for message in messages]
 
 
 def _params(scenario: Scenario, options: Options, index: int) -> SamplingParams:
@@ -184,7 +230,8 @@ def _run_arrivals(llm: LLMEngine, scenario: Scenario, options: Options) -> list[
 
     def ask(message: str) -> None:
         params = _params(scenario, options, len(asked))
-        asked[llm.add_request(llm.tokenizer.apply_chat_template(message), params)] = message
+        [prompt] = _prompts(llm.tokenizer, [message], options)
+        asked[llm.add_request(prompt, params)] = message
 
     for message in scenario.messages:
         ask(message)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
     from nvtrace_cli.summary import RunSummary
 
-_LINES = ("model", "engine", "limits", "page", "room", "pages", "machine", "started")
+_LINES = ("model", "engine", "limits", "ends", "page", "room", "pages", "machine", "started")
 _FRAME = 6  # columns of the border, its padding, and the gap after the labels
 
 
@@ -46,6 +46,7 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
         _model(run, catalog),
         _engine(run, catalog),
         _limits(run, catalog),
+        _ends(run),
         *_kv_budget(run.budget, catalog, shapes.times, run.header.world_size),
         _machine(run.header.environment),
         _started(run, catalog),
@@ -122,6 +123,14 @@ def _limits(run: RunSummary, catalog: Catalog) -> list[str]:
         catalog.ui("header_limit_tokens", number=count(run.init.max_num_batched_tokens)),
         catalog.ui("header_limit_len", number=count(run.init.max_model_len)),
     ]
+
+
+def _ends(run: RunSummary) -> list[str]:
+    """The tokens that end a sequence, each with the files that name it, if that was recorded."""
+    if run.ready is None or run.ready.eos_sources is None:
+        return []
+    named = zip(run.ready.eos_token_ids, run.ready.eos_sources, strict=False)
+    return [f"{token_id} ({sources})" for token_id, sources in named]
 
 
 def _kv_budget(

@@ -135,6 +135,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     (real(), "rms_norm_eps rope_theta"),
     (whole(), "rank anchor_unix_ns duration_ns pool_bytes"),
     (each(whole()), "version eos_token_ids"),
+    (or_null(each(text)), "eos_sources"),
     (whole(1), "world_size num_files num_keys num_bytes num_local_ranks total_bytes seq_len"),
     (or_null(one_of(*TP_BACKENDS.values())), "backend"),
     (or_null(whole(1)), "num_cpus peak_bytes limit_bytes"),

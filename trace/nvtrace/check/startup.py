@@ -262,9 +262,16 @@ def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
     if given is not None:
         yield from differ("num_kvcache_blocks", told, "header_config", given)
     yield from in_vocabulary(ledger, "eos_token_ids", event.eos_token_ids)
+    sources = event.eos_sources
+    if sources is None:  # not recorded before
+        sources = [""] * len(event.eos_token_ids)
+    yield from differ("eos_sources", len(sources), "num_eos_token_ids", len(event.eos_token_ids))
+    of_model = [
+        i for i, source in zip(event.eos_token_ids, sources, strict=False) if source != "tokenizer"
+    ]
     eos_token_ids = ledger.header.model.get("eos_token_ids")
     if eos_token_ids:
-        yield from differ("eos_token_ids", event.eos_token_ids, "header_model", [*eos_token_ids])
+        yield from differ("eos_token_ids", of_model, "header_model", [*eos_token_ids])
 
 
 def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:

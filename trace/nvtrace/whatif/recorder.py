@@ -122,7 +122,8 @@ class SimulatedRecorder(Recorder):
         changes = asdict(settings) | {"block_size": settings.kvcache_block_size, "tp_size": 1}
         facts |= {name: value for name, value in changes.items() if name in facts}
         self.trace.add(ev.EngineInit, "bootstrap", **facts)
-        self.engine_ready(settings.num_kvcache_blocks, recording.ready.eos_token_ids)
+        ready = recording.ready
+        self.engine_ready(settings.num_kvcache_blocks, ready.eos_token_ids, ready.eos_sources or ())
 
     def refused_as_recorded(self, event: ev.RequestRefused) -> None:
         """Tell of a request that was refused; its prompt is not in the trace."""

@@ -270,6 +270,7 @@ WORDS_OF_ANYBODY = {
 }
 RANKS = ("two-ranks.rank1", "gpu-two-gpus.rank1")
 POSSIBLE_IN_A_HEADER = {  # other engines, clocks and models than those that were recorded
+    "eos_by_file={'a': [1]}",
     *("name=x", "version=x", "source=x"),
     *("attention_bias=True", "dtype=None", "rms_norm_eps=1e+308", "rope_theta=1e+308"),
     "eos_token_ids=[]",  # the tokenizer may know them

@@ -84,6 +84,17 @@ def each(values: Values, least: int = 0) -> Values:
     return judge
 
 
+def by_name(values: Values) -> Values:
+    """An object of such values."""
+
+    def judge(value: object) -> Fact | None:
+        if not isinstance(value, dict):
+            return Fact("type", "object")
+        return next(filter(None, map(values, value.values())), None)
+
+    return judge
+
+
 def text(value: object) -> Fact | None:
     """A text, not an empty one."""
     if not isinstance(value, str):
@@ -136,6 +147,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     (whole(), "rank anchor_unix_ns duration_ns pool_bytes"),
     (each(whole()), "version eos_token_ids"),
     (or_null(each(text)), "eos_sources"),
+    (by_name(each(whole())), "eos_by_file"),
     (whole(1), "world_size num_files num_keys num_bytes num_local_ranks total_bytes seq_len"),
     (or_null(one_of(*TP_BACKENDS.values())), "backend"),
     (or_null(whole(1)), "num_cpus peak_bytes limit_bytes"),

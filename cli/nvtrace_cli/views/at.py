@@ -180,7 +180,7 @@ def state_parts(
         title = catalog.ui(
             "at_pool_title", num_blocks=count(state.num_blocks), block_size=state.block_size
         )
-        yield Text(title, style="heading")
+        yield Prose((title, "heading"))
         yield from pool_map(state, catalog, console)
         yield pool_legend(state, catalog, console)
     if moment.inputs is not None:
@@ -246,7 +246,7 @@ def _inputs(
     inputs: Inputs, block_size: int, catalog: Catalog, console: Console
 ) -> Iterator[RenderableType]:
     title = catalog.ui("at_inputs_title", num_tokens=count(inputs.num_tokens))
-    yield Text(title, style="heading")
+    yield Prose((title, "heading"))
     names = ("seq", "positions", "input_ids", "page", "slots")
     table = FittingTable(
         {name: catalog.ui(f"at_column_{name}") for name in names},
@@ -267,7 +267,7 @@ def _inputs(
     yield table
     if len(inputs.runs) > _MOST_RUNS:
         rest = catalog.ui("at_more", count=count(len(inputs.runs) - _MOST_RUNS))
-        yield Text(rest, style="quiet")
+        yield Prose((rest, "quiet"))
     for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
         numbers = ", ".join(map(str, getattr(inputs, name)))
         yield Text(shorten(f"{name:<12}  {numbers}", console.width), style="quiet")

@@ -97,7 +97,7 @@ def _machine(machine: Machine, dot: str, width: int) -> Iterator[str]:
 
 def _show_result(result: Result, console: Console) -> None:
     model, work = result.model, result.workload
-    console.print(Text(f"{escape(model.name)}, {work.name}", style="heading"))
+    console.print(Prose((f"{escape(model.name)}, {work.name}", "heading")))
     facts = [
         f"{parameters(model.num_parameters)} parameters in {model.dtype}",
         f"{count(work.num_requests)} requests",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from nvtrace.check import INVARIANTS, Checker
 from nvtrace_cli.views.console import make_console
@@ -130,8 +129,7 @@ def line(finding: Finding, catalog: Catalog) -> str:
 def _show_one(console: Console, finding: Finding, catalog: Catalog, *, is_first: bool) -> None:
     title, teaches = catalog.invariant(finding.invariant)
     place = catalog.check("heading", place=_place(finding, catalog), event=finding.event)
-    heading = Text.assemble((place, "label"), (title, "error"))
-    console.print(heading if heading.cell_len <= console.width else Prose((place + title, "error")))
+    console.print(Prose((title, "error"), label=place))
     console.print(Padding(Prose((_clash(finding, catalog), "")), (0, 0, 0, 4)))
     if is_first:
         console.print(Padding(Prose((teaches, "quiet")), (0, 0, 0, 4)))

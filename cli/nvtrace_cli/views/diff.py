@@ -125,12 +125,12 @@ def show(difference: Difference, catalog: Catalog, limit: int) -> None:
     _show_tokens(console, difference, catalog, limit)
     for name, only in (("A", difference.only_a), ("B", difference.only_b)):
         if only:
-            console.print(Text(catalog.ui("diff_only", trace=name, ids=ids(only))))
+            console.print(Prose((catalog.ui("diff_only", trace=name, ids=ids(only)), "")))
 
 
 def _show_settings(console: Console, difference: Difference, catalog: Catalog) -> None:
     if not difference.settings:
-        console.print(Text(catalog.ui("diff_same_settings")))
+        console.print(Prose((catalog.ui("diff_same_settings"), "")))
         return
     console.print(Text(catalog.ui("diff_settings_title"), style="heading"))
     headings = {"setting": catalog.ui("diff_column_setting"), "a": "A", "b": "B"}
@@ -145,7 +145,7 @@ def _show_decision(console: Console, difference: Difference, catalog: Catalog) -
     decision = difference.decision
     number = count(difference.num_decisions)
     if decision is None:
-        console.print(Text(catalog.ui("diff_same_decisions", count=number), style="heading"))
+        console.print(Prose((catalog.ui("diff_same_decisions", count=number), "heading")))
         return
     console.print(Text(catalog.ui("diff_decision_title"), style="heading"))
     sentence = catalog.ui("diff_decision", count=number, step=decision.after_step)
@@ -182,7 +182,7 @@ def _step(side: Side, catalog: Catalog) -> str:
 def _show_latencies(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
     if difference.num_untimed:
         sentence = catalog.ui("diff_untimed", count=count(difference.num_untimed))
-        console.print("", Text(sentence, style="warning"), sep="\n")
+        console.print("", Prose((sentence, "warning")), sep="\n")
     if not difference.latencies:
         return
     console.print()
@@ -215,7 +215,7 @@ def _show_tokens(console: Console, difference: Difference, catalog: Catalog, lim
     console.print()
     same, total = difference.num_same_tokens, difference.num_same_tokens + len(difference.tokens)
     sentence = catalog.ui("diff_tokens", same=count(same), total=count(total))
-    console.print(Text(sentence, style="heading"))
+    console.print(Prose((sentence, "heading")))
     if not difference.tokens:
         return
     columns = ("seq", "index", "token_a", "token_b", "num_a", "num_b")
@@ -231,7 +231,7 @@ def _show_tokens(console: Console, difference: Difference, catalog: Catalog, lim
 def _show_rest(console: Console, total: int, catalog: Catalog, limit: int) -> None:
     if total > limit:
         rest = catalog.ui("diff_more", count=count(total - limit))
-        console.print(Text(rest, style="quiet"))
+        console.print(Prose((rest, "quiet")))
 
 
 def _table(

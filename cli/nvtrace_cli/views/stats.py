@@ -121,11 +121,11 @@ def show(
     ):
         if table.row_count:
             console.print()
-            console.print(Text(catalog.ui(title), style="heading"))
+            console.print(Prose((catalog.ui(title), "heading")))
             console.print(table)
     if requests and num_requests > len(requests):
         rest = catalog.ui("stats_more", count=count(num_requests - len(requests)))
-        console.print(Text(rest, style="quiet"))
+        console.print(Prose((rest, "quiet")))
 
 
 def _sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str, str]]:

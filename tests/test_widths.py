@@ -130,6 +130,17 @@ def test_a_size_that_no_terminal_has_is_unset_and_a_tiny_one_loses_nothing(
         assert call(capsys, *words) == narrow, f"COLUMNS={size}"
 
 
+def test_both_sides_of_a_comparison_are_shown_at_any_width(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = filled(COMMANDS["diff"], names, "en")
+    wide = call(capsys, *words).out.partition("The first decision")[2].partition("Latencies")[0]
+    told = {word for word in wide.split() if not word.startswith("─")}
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert told <= {*call(capsys, *words).out.split()}, f"{width} columns"
+
+
 def test_columns_leave_in_their_order_and_are_named(
     names: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

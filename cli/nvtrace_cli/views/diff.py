@@ -237,7 +237,10 @@ def _show_rest(console: Console, total: int, catalog: Catalog, limit: int) -> No
 def _table(
     headings: Mapping[str, str], catalog: Catalog, leaving: Sequence[str] = ()
 ) -> FittingTable:
-    return FittingTable(headings, catalog, leaving=leaving, words=headings)
+    """Of a comparison both sides are shown, below each other if need be."""
+    return FittingTable(
+        headings, catalog, leaving=leaving, words=headings, is_continued=not leaving
+    )
 
 
 def _short(value: object) -> str:

@@ -38,8 +38,8 @@ class FittingTable:
         catalog: the words, to say which columns are not shown.
         words: names of columns that hold words, and so begin at their left.
         prose: the name of the column that wraps.
+        is_continued: what does not fit goes on in another table below, beside the first column.
         gap: columns of space behind each one.
-        is_grid: it has no headings.
         title: above it.
         caption: below it.
     """
@@ -52,8 +52,8 @@ class FittingTable:
         leaving: Sequence[str] = (),
         words: Collection[str] = (),
         prose: str = "",
+        is_continued: bool = False,
         gap: int = 2,
-        is_grid: bool = False,
         title: str = "",
         caption: str = "",
     ) -> None:
@@ -62,8 +62,8 @@ class FittingTable:
         self._leaving = [*leaving, *(n for n in reversed([*headings][1:]) if n not in leaving)]
         self._words = words
         self._prose = prose
+        self._is_continued = is_continued
         self._gap = gap
-        self._is_grid = is_grid
         self._title = title
         self._caption = caption
         self._rows: list[tuple[tuple[RenderableType, ...], str]] = []
@@ -79,27 +79,36 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the columns that there is room for, and name the others."""
-        shown = self._shown(console, options)
+        first, *others = self._headings
+        widths = self._widths(console, options)
+        shown = self._shown([first, *others], widths, options.max_width)
         yield self._table(shown)
-        gone = [self._headings[name] for name in self._headings if name not in shown]
-        if any(gone):
-            left_out = self._catalog.ui("columns_left_out", columns=", ".join(filter(None, gone)))
+        while self._is_continued and len(shown) > 1 and {*others} - {*shown}:
+            others = [name for name in others if name not in shown]
+            shown = self._shown([first, *others], widths, options.max_width)
+            yield Text()
+            yield self._table(shown)
+        gone = [self._headings[name].strip() for name in others if name not in shown]
+        if gone:
+            columns = ", ".join(dict.fromkeys(gone))
+            left_out = self._catalog.ui("columns_left_out", columns=columns)
             yield Prose((left_out, "quiet"))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """As the table that is drawn."""
-        return Measurement.get(console, options, self._table(self._shown(console, options)))
-
-    def _shown(self, console: Console, options: ConsoleOptions) -> list[str]:
-        """The names of the columns that fit."""
         widths = self._widths(console, options)
-        divider = 0 if self._is_grid else 1
-        shown = [*self._headings]
+        shown = self._shown([*self._headings], widths, options.max_width)
+        return Measurement.get(console, options, self._table(shown))
+
+    def _shown(self, names: list[str], widths: dict[str, int], room: int) -> list[str]:
+        """Those of the columns that fit."""
+        shown = [*names]
         for name in self._leaving:
-            between = (len(shown) - 1) * (self._gap + divider)
-            if sum(widths[kept] for kept in shown) + between <= options.max_width:
+            between = (len(shown) - 1) * (self._gap + 1)
+            if sum(widths[kept] for kept in shown) + between <= room:
                 break
-            shown.remove(name)
+            if name in shown:
+                shown.remove(name)
         return shown
 
     def _widths(self, console: Console, options: ConsoleOptions) -> dict[str, int]:
@@ -117,9 +126,8 @@ class FittingTable:
     def _table(self, shown: list[str]) -> Table:
         """Rich's own."""
         table = Table(
-            box=None if self._is_grid else box.SIMPLE_HEAD,
+            box=box.SIMPLE_HEAD,
             padding=(0, self._gap, 0, 0),
-            show_header=not self._is_grid,
             show_edge=False,
             pad_edge=False,
             header_style="label",

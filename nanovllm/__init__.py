@@ -18,9 +18,15 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "Observer", "SamplingParams", "__version__"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when it is needed
+if not TYPE_CHECKING:  # to a type checker, a module with this function has every name
 
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name == "LLM":
+            from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when it is needed
+
+            return LLM
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

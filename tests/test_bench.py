@@ -37,7 +37,8 @@ from nvtrace.bench.workloads import (
     seed_project,
     uneven,
 )
-from support.cli import call
+from nvtrace_cli.views.bench import show
+from support.cli import call, misfits
 from support.examples import example_of
 from support.models import VOCAB_SIZE, make_reference, save_reference
 
@@ -614,6 +615,22 @@ def test_the_tables_fit_80_columns_and_name_every_contender(
     assert max(map(len, text.splitlines())) <= 80
     for word in ("engine traced", "generate", "same tokens", "decode", "floor", "schedule"):
         assert word in text
+
+
+def test_the_tables_fit_any_terminal_and_cut_no_number(
+    report: Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(columns: str) -> str:
+        monkeypatch.setenv("COLUMNS", columns)
+        show(report)
+        return capsys.readouterr().out
+
+    wide = shown("400")
+    for width in (40, 43, 50, 57, 60, 70, 80, 100, 120):
+        assert misfits(shown(str(width)), wide, width) == []
+    assert {shown(size) for size in ("0", "-1", "abc", "1000000")} == {shown("80")}
+    assert {shown(size) for size in ("1", "5", "19")} == {shown("40")}
+    assert "engine traced" in shown("40")
 
 
 def test_plain_has_two_tables_with_tabs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

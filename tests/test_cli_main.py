@@ -14,6 +14,8 @@ import pytest
 from typing_extensions import override
 
 from nanovllm import __version__
+from nanovllm.engine.policies import POLICIES
+from nvtrace.whatif.settings import NAMES
 from nvtrace_cli import main as main_module
 from nvtrace_cli.main import main
 from nvtrace_cli.options import Lang, locale_language, say
@@ -63,6 +65,14 @@ def test_replaying_and_looking_up_events_load_no_torch(trace: Path) -> None:
     assert modules_after("replay", str(trace)) & heavy == set()
     assert modules_after("events", "PREEMPT") & heavy == set()
     assert modules_after("run", "--list") & heavy == set()
+
+
+def test_help_names_what_an_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(name: str) -> str:
+        return " ".join(call(capsys, name, "--help").out.split())
+
+    assert f"What goes into a step: {', '.join(POLICIES)}." in told("run")
+    assert f"{', '.join(NAMES)}." in told("whatif")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

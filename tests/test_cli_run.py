@@ -146,6 +146,21 @@ def test_a_switch_of_the_engine_itself_is_refused_by_name(
 # -- what comes out --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "5", "19", "-1", "abc", "1000000"])
+def test_answers_are_whole_whatever_the_size_of_the_terminal(
+    columns: str,
+    oracle: Oracle,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "6"))
+    assert outcome.code == 0
+    for prompt in ([5, 6, 7], [8]):
+        assert text_of(oracle.greedy(prompt, 6)) in outcome.out.splitlines()
+
+
 def test_a_run_prints_its_answers_and_leaves_a_trace(
     oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,12 @@ def test_shortened_text_fits(text: str, width: int) -> None:
     assert shortened == text or shortened.endswith("...")
 
 
+@given(st.lists(st.integers(0, 10**6), min_size=1), st.integers(3, 30))
+def test_a_shortened_list_has_whole_numbers_only(numbers: list[int], width: int) -> None:
+    shortened = shorten(" ".join(map(str, numbers)), width).removesuffix("...").split()
+    assert shortened == [str(number) for number in numbers[: len(shortened)]]
+
+
 def test_parts_flow_into_lines_without_breaking() -> None:
     assert flow(["aaa", "bbb", "cc dd"], "-", 9) == "aaa - bbb\ncc dd"
     assert flow(["a part that is too long"], "-", 9) == "a part that is too long"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from nanovllm.sampling_params import SamplingParams
+from nvtrace.export.tables import TABLES
+from nvtrace.recorder import record
 from support.docs import (
     DOCS,
     ROOT,
@@ -19,6 +24,7 @@ from support.docs import (
     pages,
     pipeline,
     rewritten,
+    traces,
 )
 from support.docs_names import (
     anchor,
@@ -31,9 +37,7 @@ from support.docs_names import (
     symbol_exists,
     unknown_names,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.fake_runner import Settings, make_engine
 
 PAGES = pages()
 ENGLISH = pages("en")
@@ -43,6 +47,7 @@ SHARED = [
     for p in sorted(DOCS.joinpath(folder).glob("*.md"))
 ]
 WRONG_USAGE = 2  # an exit code
+RECORDED = {trace.name for trace in traces()}
 SITE = DOCS / "site" / "mkdocs.yml"
 
 
@@ -90,6 +95,51 @@ def test_no_block_is_left_unnamed(page: Path) -> None:
 @pytest.mark.parametrize("page", [*PAGES, *SHARED], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
+
+
+@every_page
+def test_a_reader_is_where_the_commands_traces_are(page: Path) -> None:
+    """The pages' reader goes to docs/traces once, on the first page, and reads on from there."""
+    text = page.read_text("utf-8")
+    place = ROOT if page.name in {"README.md", "index.md"} else DOCS / "traces"
+    for command in commands_of(text):
+        words = pipeline(command.line)[0]
+        if words[0] == "cd":
+            place = (place / words[1]).resolve()
+            assert place.is_dir(), command.line
+        for word in words[1:]:
+            assert word not in RECORDED or (place / word).is_file(), command.line
+    assert place.name in {ROOT.name, "traces"} or "`cd ../traces`" in text, "there is no way back"
+
+
+def test_the_page_of_traces_names_what_other_readers_of_json_stumble_on() -> None:
+    types: dict[str, set[str]] = {}
+    for columns in TABLES.values():
+        for column in columns:
+            kind = str(column.type).removesuffix(" | None")
+            kind = "str" if "Literal" in kind else re.sub("tuple|list", "[", kind)
+            types.setdefault(column.name, set()).add(kind.partition(",")[0])
+    ambiguous = {name for name, kinds in types.items() if len(kinds) > 1}
+    assert ambiguous == {"model", "num_tokens", "block_ids", "hashes"}
+    large: set[str] = set()
+
+    def note(pairs: list[tuple[str, object]]) -> None:
+        large.update(name for name, value in pairs if isinstance(value, int) and value > 2**53)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seeded.jsonl"
+        with record(path) as recorder:
+            engine = make_engine(Settings(), recorder)
+            engine.add_request([1, 2], SamplingParams(seed=2**64 - 1, max_tokens=1))
+            while not engine.is_finished():
+                engine.step()
+        for line in path.read_text("utf-8").splitlines():
+            json.loads(line, object_pairs_hook=note)
+    assert large == {"seed", "anchor_unix_ns"}
+    for language in ("en", "zh"):
+        prose = (DOCS / language / "traces.md").read_text("utf-8")
+        assert {name for name in ambiguous if f"`{name}`" not in prose} == set()
+        assert {name for name in large if name not in prose} == set()
 
 
 @every_page

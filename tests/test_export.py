@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import Request, Workload, workloads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from nvtrace.envelope import Record
@@ -382,6 +384,137 @@ def _line(record: Record) -> str:
     names = record.__struct_fields__
     fields = {name: getattr(record, name) for name in names}
     return json.dumps({"event": record.__struct_config__.tag, **fields}) + "\n"
+
+
+# -- numbers that a format cannot hold -------------------------------------------------------------
+
+
+NUMBERS = [2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), -(2**63) - 1]
+every_number = pytest.mark.parametrize("number", NUMBERS)
+every_no_number = pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
+
+
+def with_numbers(records: Iterable[Record], kind: type, number: float) -> list[Any]:
+    """The records with this number in every field of the kind that does not order the events."""
+    kept = {"event_id", "step", "seq_id"}
+    changed: list[Any] = []
+    for record in records:
+        fields = msgspec.structs.fields(record) if isinstance(record, ev.Event) else ()
+        names = [f.name for f in fields if f.name not in kept and f.type in (kind, kind | None)]
+        changed.append(replace(record, **dict.fromkeys(names, number)))
+    return changed
+
+
+def with_seed(records: Iterable[Record], seed: int) -> list[Any]:
+    seeded = (ev.EngineInit, ev.RequestEnqueue)
+    return [replace(r, seed=seed) if isinstance(r, seeded) else r for r in records]
+
+
+def json_of(text: str) -> Any:  # noqa: ANN401 - any JSON
+    """JSON that is JSON: Python's reader takes NaN as well."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def any_values(tree: object) -> Iterator[dict[str, Any]]:
+    """The objects in a JSON tree."""
+    if isinstance(tree, dict):
+        yield tree
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from any_values(item)
+
+
+@every_number
+def test_spans_write_64_bits_with_a_sign_and_anything_else_as_text(
+    number: int, busy: list[Record]
+) -> None:
+    for line in otlp.lines(with_seed(busy, number)):
+        pairs = [v for v in any_values(json_of(line)) if v.get("key") == "gen_ai.request.seed"]
+        kind = "intValue" if -(2**63) <= number < 2**63 else "stringValue"
+        assert [pair["value"] for pair in pairs] == [{kind: str(number)}]
+    lines = [*otlp.lines(with_numbers(busy, int, number))]
+    assert lines
+    for value in any_values([*map(json_of, lines)]):
+        assert -(2**63) <= int(value.get("intValue", 0)) < 2**63
+        for name in ("startTimeUnixNano", "endTimeUnixNano", "timeUnixNano"):
+            assert 0 <= int(value.get(name, 0)) < 2**64
+
+
+@every_number
+def test_a_picture_has_no_integer_that_a_viewer_rounds(number: int, busy: list[Record]) -> None:
+    records = [
+        replace(record, seq_id=number) if getattr(record, "seq_id", None) == 0 else record
+        for record in with_numbers(busy, int, number)
+    ]
+    events = json_of("\n".join(perfetto.lines(records)))["traceEvents"]
+    for event in events:
+        assert 0 <= event.get("tid", 0) < 2**31
+        for value in event["args"].values() if event["ph"] in "BEi" else ():
+            assert not isinstance(value, int) or abs(value) <= 2**53
+    said = {str(v) for e in events if e["ph"] in "BEi" for v in e["args"].values()}
+    assert str(number) in said
+
+
+@every_number
+def test_totals_are_numbers_to_prometheus(number: int, busy: list[Record]) -> None:
+    assert samples_of(prometheus.lines(with_numbers(busy, int, number)))
+
+
+@every_number
+def test_tables_hold_every_digit_or_say_that_they_cannot(
+    number: int, crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    records = with_seed(read_trace(crowded), number)
+    path.write_text("".join(_line(record) for record in records), encoding="utf-8")
+    assert call(capsys, "export", path, "--to", "csv", "--out", tmp_path / "csv").code == 0
+    with (tmp_path / "csv" / "REQUEST_ENQUEUE.csv").open(encoding="utf-8", newline="") as file:
+        assert {row["seed"] for row in csv.DictReader(file)} == {str(number)}
+    outcome = call(capsys, "export", path, "--to", "parquet", "--out", tmp_path / "parquet")
+    if 0 <= number < 2**64:
+        table = pq.read_table(tmp_path / "parquet" / "REQUEST_ENQUEUE", partitioning="hive")
+        assert set(table["seed"].to_pylist()) == {number}
+    else:
+        assert outcome.code == 2
+        assert "ENGINE_INIT.seed" in outcome.err
+
+
+@every_no_number
+def test_what_is_no_number_is_spelled_as_each_format_spells_it(
+    number: float, busy: list[Record], tmp_path: Path
+) -> None:
+    records = with_numbers(busy, float, number)
+    word, sample = {
+        "nan": ("NaN", "NaN"),
+        "inf": ("Infinity", "+Inf"),
+        "-inf": ("-Infinity", "-Inf"),
+    }[str(number)]
+    for line in otlp.lines(records):
+        pairs = [v for v in any_values(json_of(line)) if v.get("key") == "gen_ai.request.top_p"]
+        assert [pair["value"] for pair in pairs] == [{"doubleValue": word}]
+    drawn = [
+        replace(record, temperatures=[number]) if isinstance(record, ev.SampleTokens) else record
+        for record in records
+    ]
+    assert json_of("\n".join(perfetto.lines(drawn)))
+    csv_tables.write(((0, record) for record in drawn), tmp_path)
+    with (tmp_path / "SAMPLE_TOKENS.csv").open(encoding="utf-8", newline="") as file:
+        assert {row["temperatures"] for row in csv.DictReader(file)} == {f'["{word}"]'}
+    histogram = prometheus.Histogram((1.0,))
+    histogram.add(number)
+    [total] = [line for line in histogram.samples("t", {}) if line.startswith("t_sum")]
+    assert total == f"t_sum{{}} {sample}"
+
+
+@pytest.mark.parametrize("to", [*TO_LINES, "csv", "parquet"])
+def test_a_number_of_hundreds_of_digits_is_a_sentence_or_exported(
+    to: str, crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "huge.jsonl"
+    records = with_numbers(read_trace(crowded), int, 10**350)
+    path.write_text("".join(_line(record) for record in records), encoding="utf-8")
+    outcome = call(capsys, "export", path, "--to", to, "--out", tmp_path / "out")
+    assert outcome.code in {0, 2}
+    assert outcome.code == 0 or "nvtrace check" in outcome.err
 
 
 # -- prompt text is data ---------------------------------------------------------------------------

@@ -65,10 +65,16 @@ def export(
     if str(out) == "-":
         out = None
     module = _FOLDER_MODULES.get(to)
-    if module is None:
-        number, unit = _export_lines(file, to.value, out), "export_lines"
-    else:
-        number, unit = _export_folder(file, module, to, out), "export_rows"
+    try:
+        if module is None:
+            number, unit = _export_lines(file, to.value, out), "export_lines"
+        else:
+            number, unit = _export_folder(file, module, to, out), "export_rows"
+    except OverflowError as error:  # a number of hundreds of digits
+        raise UsageError(
+            f"{file} holds a number that is too large for --to {to} ({error}): "
+            "`nvtrace validate` and `nvtrace check` say what is wrong with the trace"
+        ) from error
     if out is not None:
         catalog = words(lang)
         say(catalog.ui("export_done", out=out, amount=catalog.ui(unit, number=f"{number:,}")))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanovllm.engine.policies import POLICIES
 from nvtrace_cli.check import CheckOption, Watch
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
 from nvtrace_cli.options import (
@@ -72,7 +73,7 @@ def run(
     chat_template_kwargs: ChatTemplateOption = None,
     enable_thinking: ThinkingOption = None,
     policy: Annotated[
-        str | None, typer.Option(help="What goes into a step: prefill_first, mixed or static.")
+        str | None, typer.Option(help=f"What goes into a step: {', '.join(POLICIES)}.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
     tp: Annotated[
@@ -342,8 +343,6 @@ def _check_prompts(prompts: list[str]) -> None:
 
 
 def _check_policy(policy: str | None) -> None:
-    from nanovllm.engine.policies import POLICIES  # noqa: PLC0415 - --help needs no engine
-
     if policy is not None and policy not in POLICIES:
         raise UsageError(f"--policy {policy}: it is one of {', '.join(POLICIES)}")
 

@@ -6,11 +6,14 @@ Knows how to call it and what comes back. Does not know what it should say.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
 
 from nvtrace_cli.main import run_command
 
@@ -61,3 +64,23 @@ def spawn(*arguments: str | Path, stdin: bytes = b"", **changes: str) -> Outcome
         timeout=120,
     )
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_CUT = re.compile(r"\d\S*…|…\S*\d")
+
+
+def misfits(text: str, wide: str, width: int) -> list[str]:
+    """What is wrong with a command's output on a terminal of this width.
+
+    Args:
+        text: the output.
+        wide: the same on a terminal with room for everything: its numbers are the whole ones.
+        width: columns there are.
+    """
+    lines, whole = text.splitlines(), {*_NUMBER.findall(wide)}
+    return [
+        *(f"too wide: {line}" for line in lines if cell_len(line) > width),
+        *(f"cut: {line}" for line in lines if _CUT.search(line)),
+        *(f"no such number: {line}" for line in lines if {*_NUMBER.findall(line)} - whole),
+    ]

@@ -180,3 +180,19 @@ def _budget(event_id: int, ts_ns: int, block_size: int, num_blocks: int) -> ev.K
         block_bytes=block_bytes,
         num_blocks=num_blocks,
     )
+
+
+def scaled(records: Iterable[Record]) -> Iterator[Header | Footer | ev.Event]:
+    """The records with times and limits of a large run: tables need their room."""
+    for item in records:
+        match item:
+            case ev.StepEnd():
+                times = [name for name in item.__struct_fields__ if name.endswith("_ns")]
+                changes = {name: (getattr(item, name) or 0) * 12_345 for name in times}
+                yield replace(item, **changes)
+            case ev.RequestEnqueue() | ev.StateTransition():
+                yield replace(item, ts_ns=item.ts_ns * 12_345, max_tokens=1_234_567)
+            case ev.Event():
+                yield replace(item, ts_ns=item.ts_ns * 12_345)
+            case Header() | Footer():
+                yield item

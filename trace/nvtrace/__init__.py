@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nvtrace.analysis.trace import Trace, load
     from nvtrace.envelope import NewerTraceError
-    from nvtrace.reader import UnreadableTraceError, read_trace
+    from nvtrace.reader import UnreadableTraceError, read_ranks, read_trace
     from nvtrace.recorder import Recorder, record
     from nvtrace.replay import State, fold_steps
 
@@ -42,7 +42,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker, a module with this function has every name
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

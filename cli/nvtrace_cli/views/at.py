@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -18,12 +17,13 @@ from nvtrace_cli.views.console import glyphs, make_console
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.pool_map import pool_legend, pool_map
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, escape, ids, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console, JustifyMethod, RenderableType
+    from rich.console import Console, RenderableType
 
     from nvtrace.at import Inputs, Moment, SlotRun
     from nvtrace.catalog import Catalog
@@ -180,7 +180,7 @@ def state_parts(
         title = catalog.ui(
             "at_pool_title", num_blocks=count(state.num_blocks), block_size=state.block_size
         )
-        yield Text(title, style="heading")
+        yield Prose((title, "heading"))
         yield from pool_map(state, catalog, console)
         yield pool_legend(state, catalog, console)
     if moment.inputs is not None:
@@ -218,10 +218,15 @@ def _queues(moment: Moment, catalog: Catalog) -> Table:
     return grid
 
 
-def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) -> Table:
-    names = ("seq", "status", "prompt", "output", "computed", "cached")
-    table = _table([catalog.ui(f"at_column_{name}") for name in names], left={1})
-    table.add_column(Text(catalog.ui("at_column_table")), ratio=1, overflow="fold")
+def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) -> FittingTable:
+    names = ("seq", "status", "prompt", "output", "computed", "cached", "table")
+    table = FittingTable(
+        {name: catalog.ui(f"at_column_{name}") for name in names},
+        catalog,
+        leaving=("cached", "prompt", "computed", "output", "status"),
+        words=("status",),
+        prose="table",
+    )
     room = width // 8
     for seq in requests:
         status = seq.finish_reason or seq.status
@@ -241,9 +246,14 @@ def _inputs(
     inputs: Inputs, block_size: int, catalog: Catalog, console: Console
 ) -> Iterator[RenderableType]:
     title = catalog.ui("at_inputs_title", num_tokens=count(inputs.num_tokens))
-    yield Text(title, style="heading")
+    yield Prose((title, "heading"))
     names = ("seq", "positions", "input_ids", "page", "slots")
-    table = _table([catalog.ui(f"at_column_{name}") for name in names], left={2, 3, 4})
+    table = FittingTable(
+        {name: catalog.ui(f"at_column_{name}") for name in names},
+        catalog,
+        leaving=("input_ids", "positions"),
+        words=("input_ids", "page", "slots"),
+    )
     times = glyphs(console).times
     for run in inputs.runs[:_MOST_RUNS]:
         tokens = " ".join(map(str, run.token_ids[:_MOST_IDS]))
@@ -257,7 +267,7 @@ def _inputs(
     yield table
     if len(inputs.runs) > _MOST_RUNS:
         rest = catalog.ui("at_more", count=count(len(inputs.runs) - _MOST_RUNS))
-        yield Text(rest, style="quiet")
+        yield Prose((rest, "quiet"))
     for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
         numbers = ", ".join(map(str, getattr(inputs, name)))
         yield Text(shorten(f"{name:<12}  {numbers}", console.width), style="quiet")
@@ -273,20 +283,6 @@ def _arithmetic(run: SlotRun, block_size: int, times: str) -> str:
 
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}..{last}"
-
-
-def _table(columns: list[str], left: set[int]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
-    )
-    for place, name in enumerate(columns):
-        justify: JustifyMethod = "left" if place in left else "right"
-        table.add_column(Text(name), justify=justify, no_wrap=True)
-    return table
 
 
 # -- facts -----------------------------------------------------------------------------------------

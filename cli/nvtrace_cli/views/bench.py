@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from nvtrace.bench.report import encode
+from nvtrace.catalog import load_catalog
 from nvtrace_cli.views.console import glyphs, make_console
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, escape, flow, parameters, size
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _CONTENDER_COLUMNS = ("contender", "tokens/s", "lowest", "highest", "cores", "engine is")
 _STEP_COLUMNS = ("steps", "batch", "count", "untraced", "traced", "floor", "x floor")
 _SHARE_COLUMNS = ("schedule", "prepare", "model", "sample", "after", "rest")
+_LEAVING = (  # least important first
+    *("cores", "highest", "lowest", "x floor", "count", "floor", "untraced"),
+    *("after", "rest", "prepare", "sample", "schedule"),
+)
 _NOTHING = "-"
 
 
@@ -69,7 +73,7 @@ def show(report: Report) -> None:
     """The report as tables."""
     console = make_console()
     for line in _machine(report.machine, glyphs(console).dot, console.width):
-        console.print(Text(line, style="quiet"))
+        console.print(Prose((line, "quiet")))
     for result in report.results:
         console.print()
         _show_result(result, console)
@@ -93,7 +97,7 @@ def _machine(machine: Machine, dot: str, width: int) -> Iterator[str]:
 
 def _show_result(result: Result, console: Console) -> None:
     model, work = result.model, result.workload
-    console.print(Text(f"{escape(model.name)}, {work.name}", style="heading"))
+    console.print(Prose((f"{escape(model.name)}, {work.name}", "heading")))
     facts = [
         f"{parameters(model.num_parameters)} parameters in {model.dtype}",
         f"{count(work.num_requests)} requests",
@@ -102,7 +106,8 @@ def _show_result(result: Result, console: Console) -> None:
         f"weights {size(model.weight_bytes)}",
         f"KV {size(model.kv_bytes_per_token)} a token",
     ]
-    console.print(Text(flow(facts, glyphs(console).dot, console.width), style="quiet"))
+    for line in flow(facts, glyphs(console).dot, console.width).split("\n"):
+        console.print(Prose((line, "quiet")))
     console.print()
     console.print(_contender_table(result, glyphs(console).times))
     console.print()
@@ -114,7 +119,7 @@ def _show_result(result: Result, console: Console) -> None:
         console.print(_share_table(result.step_classes))
 
 
-def _contender_table(result: Result, times: str) -> Table:
+def _contender_table(result: Result, times: str) -> FittingTable:
     table = _table(_CONTENDER_COLUMNS)
     for contender, ratio in _with_ratios(result):
         rate = contender.tokens_per_second
@@ -142,7 +147,7 @@ def _sameness(result: Result) -> Prose:
     return Prose((sentence, "error"))
 
 
-def _step_table(steps: Iterable[StepClass]) -> Table:
+def _step_table(steps: Iterable[StepClass]) -> FittingTable:
     """How long a step takes, and by how much that is more than its bytes would."""
     table = _table(_STEP_COLUMNS)
     for step in steps:
@@ -158,7 +163,7 @@ def _step_table(steps: Iterable[StepClass]) -> Table:
     return table
 
 
-def _share_table(steps: Iterable[StepClass]) -> Table:
+def _share_table(steps: Iterable[StepClass]) -> FittingTable:
     """Where the time of a traced step goes."""
     table = _table(("steps", "batch", *_SHARE_COLUMNS))
     for step in steps:
@@ -198,18 +203,14 @@ def _number(value: float) -> Text:
     return Text(f"{value:.1f}" if value < 1000 else count(round(value)))  # noqa: PLR2004 - four digits
 
 
-def _table(columns: Sequence[str]) -> Table:
+def _table(columns: Sequence[str]) -> FittingTable:
     """A table whose first column is text and whose others are numbers."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
+    return FittingTable(
+        dict(zip(columns, columns, strict=True)),
+        load_catalog("en"),
+        leaving=[column for column in _LEAVING if column in columns],
+        words=columns[:1],
     )
-    for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
-    return table
 
 
 # -- plain -----------------------------------------------------------------------------------------

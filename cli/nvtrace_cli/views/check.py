@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from nvtrace.check import INVARIANTS, Checker
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import fit_for_stdout
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import count, escape, shorten
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ def _conclude(
     events, findings = count(checker.num_events), checker.num_findings
     if not findings:
         number = count(len(INVARIANTS))
-        console.print(Text(catalog.check("clean", events=events, invariants=number)))
+        console.print(Prose((catalog.check("clean", events=events, invariants=number), "")))
         return
     if findings > num_shown:
         more = count(findings - num_shown)
-        console.print(Text(catalog.check("more", count=more), style="quiet"), "", sep="\n")
-    console.print(Text(catalog.check("found", findings=count(findings), events=events), "error"))
+        console.print(Prose((catalog.check("more", count=more), "quiet")), "", sep="\n")
+    found = catalog.check("found", findings=count(findings), events=events)
+    console.print(Prose((found, "error")))
     console.print(_table(counts, catalog))
 
 
@@ -128,19 +129,19 @@ def line(finding: Finding, catalog: Catalog) -> str:
 def _show_one(console: Console, finding: Finding, catalog: Catalog, *, is_first: bool) -> None:
     title, teaches = catalog.invariant(finding.invariant)
     place = catalog.check("heading", place=_place(finding, catalog), event=finding.event)
-    console.print(Text.assemble((place, "label"), (title, "error")))
-    console.print(Padding(Text(_clash(finding, catalog)), (0, 0, 0, 4)))
+    console.print(Prose((title, "error"), label=place))
+    console.print(Padding(Prose((_clash(finding, catalog), "")), (0, 0, 0, 4)))
     if is_first:
-        console.print(Padding(Text(teaches, style="quiet"), (0, 0, 0, 4)))
+        console.print(Padding(Prose((teaches, "quiet")), (0, 0, 0, 4)))
     console.print()
 
 
 def _table(counts: Counter[str], catalog: Catalog) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(catalog.check("column_count"), justify="right")
+    table.add_column(catalog.check("column_count"), justify="right", no_wrap=True)
     table.add_column(catalog.check("column_invariant"))
     for name in sorted(counts, key=INVARIANTS.index):
-        table.add_row(count(counts[name]), catalog.invariant(name)[0])
+        table.add_row(count(counts[name]), Prose((catalog.invariant(name)[0], "")))
     return table
 
 

@@ -6,6 +6,7 @@ where the output is no terminal.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -16,6 +17,7 @@ from rich.theme import Theme
 from nvtrace_cli.stderr import Stderr
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TextIO
 
 THEME = Theme(
@@ -51,13 +53,18 @@ class Glyphs:
     dot: str
 
 
+LEAST_WIDTH = 40
+_MOST_DIGITS = 4  # of a screen's size
 UNICODE = Glyphs("·", "╌", "━", "●", "█", "x", "▁▂▃▄▅▆▇█", "×", "·")  # noqa: RUF001 - a times sign
 ASCII = Glyphs(".", "-", "=", "o", "#", "x", "", "x", "-")
 
 
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A console for stdout or stderr. Text from a trace is never taken for markup."""
-    return Console(
+    """A console for stdout or stderr. Text from a trace is never taken for markup.
+
+    A terminal narrower than `LEAST_WIDTH` wraps lines of that width itself: what is cut is lost.
+    """
+    console = Console(
         file=cast("TextIO", Stderr()) if stderr else None,
         stderr=stderr,
         width=width,
@@ -66,7 +73,20 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
         emoji=False,
         highlight=False,
         soft_wrap=False,
+        _environ=_sizes_that_can_be(os.environ),
     )
+    console.width = max(console.width, LEAST_WIDTH)
+    return console
+
+
+def _sizes_that_can_be(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, without a COLUMNS or LINES that is no number of columns: 0, -1, 10**9."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in {"COLUMNS", "LINES"}
+        or (value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS and int(value))
+    }
 
 
 def glyphs(console: Console) -> Glyphs:

@@ -9,17 +9,18 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape, ids, shorten
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rich.console import Console
 
     from nvtrace.catalog import Catalog
@@ -124,15 +125,16 @@ def show(difference: Difference, catalog: Catalog, limit: int) -> None:
     _show_tokens(console, difference, catalog, limit)
     for name, only in (("A", difference.only_a), ("B", difference.only_b)):
         if only:
-            console.print(Text(catalog.ui("diff_only", trace=name, ids=ids(only))))
+            console.print(Prose((catalog.ui("diff_only", trace=name, ids=ids(only)), "")))
 
 
 def _show_settings(console: Console, difference: Difference, catalog: Catalog) -> None:
     if not difference.settings:
-        console.print(Text(catalog.ui("diff_same_settings")))
+        console.print(Prose((catalog.ui("diff_same_settings"), "")))
         return
     console.print(Text(catalog.ui("diff_settings_title"), style="heading"))
-    table = _table([catalog.ui("diff_column_setting"), "A", "B"])
+    headings = {"setting": catalog.ui("diff_column_setting"), "a": "A", "b": "B"}
+    table = _table(headings, catalog)
     for setting in difference.settings:
         table.add_row(escape(setting.name), _short(setting.a), _short(setting.b))
     console.print(table)
@@ -143,7 +145,7 @@ def _show_decision(console: Console, difference: Difference, catalog: Catalog) -
     decision = difference.decision
     number = count(difference.num_decisions)
     if decision is None:
-        console.print(Text(catalog.ui("diff_same_decisions", count=number), style="heading"))
+        console.print(Prose((catalog.ui("diff_same_decisions", count=number), "heading")))
         return
     console.print(Text(catalog.ui("diff_decision_title"), style="heading"))
     sentence = catalog.ui("diff_decision", count=number, step=decision.after_step)
@@ -151,9 +153,9 @@ def _show_decision(console: Console, difference: Difference, catalog: Catalog) -
     console.print(Padding(_decision_table(decision, catalog), (0, 0, 0, 2)))
 
 
-def _decision_table(decision: Decision, catalog: Catalog) -> Table:
+def _decision_table(decision: Decision, catalog: Catalog) -> FittingTable:
     a, b = decision.a, decision.b
-    table = _table(["", "A", "B"])
+    table = _table({"fact": "", "a": "A", "b": "B"}, catalog)
 
     def row(label: str, left: object, right: object, style: str = "") -> None:
         table.add_row(Text(label, style="label"), _short(left), _short(right), style=style)
@@ -180,14 +182,17 @@ def _step(side: Side, catalog: Catalog) -> str:
 def _show_latencies(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
     if difference.num_untimed:
         sentence = catalog.ui("diff_untimed", count=count(difference.num_untimed))
-        console.print("", Text(sentence, style="warning"), sep="\n")
+        console.print("", Prose((sentence, "warning")), sep="\n")
     if not difference.latencies:
         return
     console.print()
     console.print(Text(catalog.ui("diff_latency_title"), style="heading"))
-    seq, ratio = catalog.ui("diff_column_seq"), "B/A"
     e2e = catalog.ui("diff_column_e2e")
-    table = _table([seq, "TTFT A", "TTFT B", ratio, f"{e2e} A", f"{e2e} B", ratio])
+    headings = {"seq": catalog.ui("diff_column_seq")}
+    for name, times in (("ttft", "TTFT"), ("e2e", e2e)):
+        headings |= {f"{name}_a": f"{times} A", f"{name}_b": f"{times} B", f"{name}_ratio": "B/A"}
+    leaving = ("ttft_ratio", "e2e_ratio", "ttft_a", "ttft_b")
+    table = _table(headings, catalog, leaving)
     for latency in difference.latencies[:limit]:
         a, b = latency.a, latency.b
         table.add_row(
@@ -210,11 +215,12 @@ def _show_tokens(console: Console, difference: Difference, catalog: Catalog, lim
     console.print()
     same, total = difference.num_same_tokens, difference.num_same_tokens + len(difference.tokens)
     sentence = catalog.ui("diff_tokens", same=count(same), total=count(total))
-    console.print(Text(sentence, style="heading"))
+    console.print(Prose((sentence, "heading")))
     if not difference.tokens:
         return
     columns = ("seq", "index", "token_a", "token_b", "num_a", "num_b")
-    table = _table([catalog.ui(f"diff_column_{name}") for name in columns])
+    headings = {name: catalog.ui(f"diff_column_{name}") for name in columns}
+    table = _table(headings, catalog)
     for tokens in difference.tokens[:limit]:
         cells = (tokens.seq_id, tokens.index, tokens.a, tokens.b, tokens.num_a, tokens.num_b)
         table.add_row(*(_NOTHING if cell is None else str(cell) for cell in cells))
@@ -225,20 +231,16 @@ def _show_tokens(console: Console, difference: Difference, catalog: Catalog, lim
 def _show_rest(console: Console, total: int, catalog: Catalog, limit: int) -> None:
     if total > limit:
         rest = catalog.ui("diff_more", count=count(total - limit))
-        console.print(Text(rest, style="quiet"))
+        console.print(Prose((rest, "quiet")))
 
 
-def _table(columns: list[str]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
+def _table(
+    headings: Mapping[str, str], catalog: Catalog, leaving: Sequence[str] = ()
+) -> FittingTable:
+    """Of a comparison both sides are shown, below each other if need be."""
+    return FittingTable(
+        headings, catalog, leaving=leaving, words=headings, is_continued=not leaving
     )
-    for name in columns:
-        table.add_column(Text(name), no_wrap=True)
-    return table
 
 
 def _short(value: object) -> str:

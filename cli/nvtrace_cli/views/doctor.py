@@ -14,6 +14,7 @@ from rich.text import Text
 
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import duration, size
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def print_report(machine: Machine, tracing: TracingCost | None, catalog: Catalog
     """A line a finding."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column()
     for name, value in (*_machine(machine, catalog), *_tracing(tracing, catalog)):
-        table.add_row(Text(name, "bold"), Text(value))
+        table.add_row(Text(name, "bold"), Prose((value, "")))
     make_console().print(table)
 
 

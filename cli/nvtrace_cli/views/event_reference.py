@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich import box
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from nvtrace.source import calls_of, definition_of
 from nvtrace_cli.views.console import make_console
-from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.prose import Prose, wrap
+from nvtrace_cli.views.table import FittingTable
+
+_WHEN_WIDTH = 15
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,13 +36,17 @@ def print_json(references: EventReference | Sequence[EventReference]) -> None:
 
 def show_list(references: Sequence[EventReference], catalog: Catalog) -> None:
     """All events, a line each."""
-    table = _table()
-    table.add_column(Text(catalog.ui("events_column_name")), no_wrap=True)
-    table.add_column(Text(catalog.ui("events_column_title")), ratio=1)
-    table.add_column(Text(catalog.ui("events_column_when")), style="quiet", max_width=15)
+    names = ("name", "title", "when")
+    table = FittingTable(
+        {name: catalog.ui(f"events_column_{name}") for name in names},
+        catalog,
+        words=names,
+        prose="title",
+    )
     for reference in references:
+        when = "\n".join(wrap(reference.when, _WHEN_WIDTH))
         table.add_row(
-            Text(reference.tag, "heading"), Prose((reference.title, "")), Text(reference.when)
+            Text(reference.tag, "heading"), Prose((reference.title, "")), Text(when, "quiet")
         )
     console = make_console()
     console.print(table)
@@ -66,15 +72,19 @@ def show_one(reference: EventReference, catalog: Catalog) -> None:
     _print_source(reference, catalog, console)
 
 
-def _fields(reference: EventReference, catalog: Catalog) -> Table:
-    table = _table()
-    table.add_column(Text(catalog.ui("events_field")), no_wrap=True)
-    table.add_column(Text(catalog.ui("events_type")), style="quiet", max_width=24)
-    table.add_column(Text(catalog.ui("events_meaning")), ratio=1)
+def _fields(reference: EventReference, catalog: Catalog) -> FittingTable:
+    names = ("field", "type", "meaning")
+    table = FittingTable(
+        {name: catalog.ui(f"events_{name}") for name in names},
+        catalog,
+        leaving=("type",),
+        words=names,
+        prose="meaning",
+    )
     for field in reference.fields:
         # The codes have a list of their own below.
         type_ = catalog.ui("events_code") if field.codes else field.type
-        table.add_row(Text(field.name), Text(type_), Prose((field.meaning, "")))
+        table.add_row(Text(field.name), Text(type_, "quiet"), Prose((field.meaning, "")))
     return table
 
 
@@ -109,13 +119,3 @@ def _print_source(reference: EventReference, catalog: Catalog, console: Console)
     if not places:
         grid.add_row(Text("-"), Text(catalog.ui("events_not_said"), style="quiet"))
     console.print(Padding(grid, (0, 0, 0, 2)))
-
-
-def _table() -> Table:
-    return Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
-    )

@@ -85,7 +85,7 @@ def show_request(
     console.print(_life_table(head, catalog, has_proof=has_proof))
     if num_left_out:
         rest = catalog.ui("explain_more", count=count(num_left_out))
-        console.print(Text(rest, style="quiet"))
+        console.print(Prose((rest, "quiet")))
         console.print(_life_table(shown[-half:], catalog, has_proof=has_proof))
     if story.times is not None:
         console.print()
@@ -97,7 +97,7 @@ def show_step(story: StepStory, catalog: Catalog, *, has_proof: bool) -> None:
     """A step's chain."""
     console = make_console()
     heading = catalog.ui("explain_heading_step", step=count(story.step))
-    console.print(Text(heading, style="heading"))
+    console.print(Prose((heading, "heading")))
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="label", no_wrap=True)
     table.add_column()

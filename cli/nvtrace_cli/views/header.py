@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nvtrace_cli.views.console import glyphs
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import count, duration, escape, flow, parameters, size
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
     room = console.width - _FRAME - max(cell_len(label) for label in labels)
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="label", no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid.add_column()
     contents = (
         _model(run, catalog),
         _engine(run, catalog),
@@ -54,7 +55,8 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
     for label, parts in zip(labels, contents, strict=True):
         if parts:
             escaped = [escape(part) for part in parts]
-            grid.add_row(Text(label), Text(flow(escaped, shapes.dot, room)))
+            lines = flow(escaped, shapes.dot, room).split("\n")
+            grid.add_row(Text(label), Prose(*((line, "") for line in lines)))
     return Panel(
         grid,
         title=Text(f" {escape(name)} ", style="heading"),

@@ -29,16 +29,24 @@ class Prose:
 
     Args:
         *paragraphs: (text, style) of each; every one begins on a new line.
+        label: what stands before the first, in the style of labels.
     """
 
-    def __init__(self, *paragraphs: tuple[str, str]) -> None:
-        self.paragraphs = paragraphs
+    def __init__(self, *paragraphs: tuple[str, str], label: str = "") -> None:
+        (text, style), *others = paragraphs
+        self.paragraphs = ((label + text, style), *others)
+        self._label = label
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         """Wrap to the width there is."""
+        num_labelled = len(self._label)
         for text, style in self.paragraphs:
             for line in wrap(text, options.max_width):
-                yield Text(line, style, no_wrap=True, overflow="crop")
+                shown = Text(line, no_wrap=True, overflow="crop")
+                shown.stylize("label", 0, num_labelled)
+                shown.stylize(style, num_labelled)
+                num_labelled = 0
+                yield shown
 
     def __rich_measure__(self, _console: Console, options: ConsoleOptions) -> Measurement:
         """From the longest piece that cannot be broken to the longest paragraph."""

@@ -26,6 +26,7 @@ from nvtrace_cli.views.header import header_panel
 from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.machine import json_line, record_line, step_object
 from nvtrace_cli.views.player import Pacer, play
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.reading import reading_bar
 from nvtrace_cli.views.step_table import plain_lines, step_table
 from nvtrace_cli.views.timeline import Timeline
@@ -83,7 +84,7 @@ class Replay:
                 steps, seq_ids, self.catalog, console, Pacer(self.speed), has_timeline=has_timeline
             )
         if not steps:
-            console.print(Text(self.catalog.ui("no_steps"), style="quiet"))
+            console.print(Prose((self.catalog.ui("no_steps"), "quiet")))
         if steps and has_timeline:
             console.print(Timeline(run.steps, seq_ids, self.catalog))
             console.print()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from nvtrace.metrics import PhaseMetrics, RequestMetrics, RunMetrics, facts, met
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape
 
 if TYPE_CHECKING:
@@ -121,11 +121,11 @@ def show(
     ):
         if table.row_count:
             console.print()
-            console.print(Text(catalog.ui(title), style="heading"))
+            console.print(Prose((catalog.ui(title), "heading")))
             console.print(table)
     if requests and num_requests > len(requests):
         rest = catalog.ui("stats_more", count=count(num_requests - len(requests)))
-        console.print(Text(rest, style="quiet"))
+        console.print(Prose((rest, "quiet")))
 
 
 def _sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str, str]]:
@@ -214,9 +214,14 @@ def _machine_sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str,
     )
 
 
-def _phase_table(run: RunMetrics, catalog: Catalog) -> Table:
+def _phase_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
     names = ("phase", "steps", "batch", "tokens", "time", "step_time", "gpu_time")
-    table = _table([catalog.ui(f"stats_column_{name}") for name in names])
+    table = FittingTable(
+        {name: catalog.ui(f"stats_column_{name}") for name in names},
+        catalog,
+        leaving=("tokens", "gpu_time", "batch", "time"),
+        words=("phase",),
+    )
     for kind, phase in run.phases.items():
         table.add_row(
             Text(escape(kind), style=kind),
@@ -230,10 +235,15 @@ def _phase_table(run: RunMetrics, catalog: Catalog) -> Table:
     return table
 
 
-def _latency_table(run: RunMetrics, catalog: Catalog) -> Table:
+def _latency_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
     columns = ("mean", "p50", "p90", "p99", "max")
-    first = catalog.ui("stats_column_latency")
-    table = _table([first, *columns, catalog.ui("stats_column_count")])
+    first, last = (catalog.ui(f"stats_column_{name}") for name in ("latency", "count"))
+    table = FittingTable(
+        {"latency": first, **dict(zip(columns, columns, strict=True)), "count": last},
+        catalog,
+        leaving=("count", "p90", "max", "mean", "p99"),
+        words=("latency",),
+    )
     for name in _LATENCIES:
         spread: Spread | None = getattr(run, name)
         if spread is None or not spread.max:
@@ -246,9 +256,13 @@ def _latency_table(run: RunMetrics, catalog: Catalog) -> Table:
     return table
 
 
-def _request_table(requests: Iterable[RequestMetrics], catalog: Catalog) -> Table:
-    names = [catalog.ui(f"stats_column_{name}") for name in _REQUEST_COLUMNS]
-    table = _table(names, gap=0, is_numbers=True)
+def _request_table(requests: Iterable[RequestMetrics], catalog: Catalog) -> FittingTable:
+    table = FittingTable(
+        {name: catalog.ui(f"stats_column_{name}") for name in _REQUEST_COLUMNS},
+        catalog,
+        leaving=("prefill", "decode", "cached", "gap", "prompt", "queue", "preempted", "output"),
+        gap=0,
+    )
     for request in requests:
         gaps = request.inter_token_latencies_ns
         hits, losses = request.num_cached_tokens, request.num_preemptions
@@ -266,21 +280,6 @@ def _request_table(requests: Iterable[RequestMetrics], catalog: Catalog) -> Tabl
             _time(request.e2e_request_latency_ns),
             Text(str(losses), style="preempted" if losses else "quiet"),
         )
-    return table
-
-
-def _table(columns: list[str], *, gap: int = 2, is_numbers: bool = False) -> Table:
-    """A table whose first column is words, if not all are numbers; `gap` more than one column."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, gap, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
-    )
-    for place, name in enumerate(columns):
-        is_number = is_numbers or place > 0
-        table.add_column(Text(name), justify="right" if is_number else "left", no_wrap=True)
     return table
 
 

@@ -7,52 +7,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from nvtrace_cli.views.notes import notes
 from nvtrace_cli.views.prose import NO_BREAK_SPACE, Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rich.console import JustifyMethod, RenderableType
+    from rich.console import RenderableType
 
     from nvtrace.catalog import Catalog
     from nvtrace_cli.folding import Row
 
+_COLUMNS = (*("step", "phase", "seqs", "tokens"), *("waiting", "running", "free", "time", "event"))
 PLAIN_COLUMNS = (
     *("first_step", "last_step", "phase", "scheduled", "tokens"),
     *("waiting", "running", "free_blocks", "wall_ms", "key_event"),
 )
 
 
-def step_table(rows: Iterable[Row], catalog: Catalog) -> Table:
-    """Rows as a rich table that stays readable at 80 columns.
+def step_table(rows: Iterable[Row], catalog: Catalog) -> FittingTable:
+    """Rows as a table that stays readable at 80 columns, and goes without some at fewer.
 
     Args:
         rows: what `folding.fold` made.
         catalog: the words.
     """
-    table = Table(
-        title=Text(catalog.ui("steps_title"), style="heading"),
-        title_justify="left",
-        caption=Text(catalog.ui("steps_key"), style="quiet"),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
+    headings = {name: catalog.ui(f"column_{name}") for name in _COLUMNS}
+    headings["time"] += " "  # some room before the words
+    table = FittingTable(
+        headings,
+        catalog,
+        leaving=("tokens", "running", "seqs", "free", "waiting", "time", "phase"),
+        words=("phase",),
+        prose="event",
+        gap=0,
+        title=catalog.ui("steps_title"),
+        caption=catalog.ui("steps_key"),
     )
-    for name in ("step", "phase", "seqs", "tokens", "waiting", "running", "free", "time"):
-        heading = Text(catalog.ui(f"column_{name}"))
-        heading.append(" " if name == "time" else "")  # some room before the words
-        justify: JustifyMethod = "left" if name == "phase" else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
-    table.add_column(Text(catalog.ui("column_event")), ratio=1, overflow="fold")
     for row in rows:
         table.add_row(*_cells(row, catalog))
     return table

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 
 _NS_PER_S = 1_000_000_000
 _JOINERS = "\u200c\u200d"  # parts of many emoji and of some scripts
+_OF_NUMBERS = "0123456789.,"
 _HIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, formats, surrogates, separators
 
 
@@ -40,17 +41,19 @@ def _escape_character(character: str) -> str:
 
 
 def shorten(text: str, width: int, ellipsis: str = "...") -> str:
-    """`text`, cut to at most `width` columns."""
+    """`text`, cut to at most `width` columns; a number that does not fit is left out whole."""
     if cell_len(text) <= width:
         return text
     room = max(width - len(ellipsis), 0)
-    kept = []
+    length = 0
     for character in text:
         room -= cell_len(character)
         if room < 0:
             break
-        kept.append(character)
-    return "".join(kept) + ellipsis[:width]
+        length += 1
+    if text[length] in _OF_NUMBERS:
+        length = len(text[:length].rstrip(_OF_NUMBERS))
+    return text[:length] + ellipsis[:width]
 
 
 def flow(parts: list[str], separator: str, width: int) -> str:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from nvtrace_cli.summary import Phase, PhaseSum
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rich.console import Console, JustifyMethod, RenderableType
+    from rich.console import Console, RenderableType
 
     from nvtrace.catalog import Catalog
     from nvtrace_cli.summary import RequestSummary, RunSummary
@@ -102,18 +102,15 @@ def _rate(num_tokens: int, nanoseconds: int) -> str:
     return f"{rate:.1f}" if rate < 100 else count(round(rate))  # noqa: PLR2004 - three digits
 
 
-def _request_table(requests: list[RequestSummary], catalog: Catalog) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
+def _request_table(requests: list[RequestSummary], catalog: Catalog) -> FittingTable:
+    names = ("seq", "prompt", "cached", "output", "first_token", "preempted", "end")
+    table = FittingTable(
+        {name: catalog.ui(f"request_{name}") for name in names},
+        catalog,
+        leaving=("cached", "preempted", "prompt", "first_token"),
+        words=("first_token", "end"),
+        gap=1,
     )
-    for name in ("seq", "prompt", "cached", "output", "first_token", "preempted", "end"):
-        heading = Text(catalog.ui(f"request_{name}"))
-        justify: JustifyMethod = "left" if name in {"first_token", "end"} else "right"
-        table.add_column(heading, justify=justify, no_wrap=name != "end")
     for request in requests:
         table.add_row(
             Text(str(request.seq_id)),

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from nvtrace.export import json_text
 from nvtrace.validate import Validator, validate
 from nvtrace_cli.views.console import make_console
+from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.replay import print_line
 from nvtrace_cli.views.text import count, escape
 
@@ -47,16 +46,16 @@ class Faults:
             num_faults += 1
             if is_all or num_faults <= _MOST:
                 line = self.catalog.ui("validate_line", number=fault.line)
-                console.print(Text.assemble((line, "label"), self._words(fault)), soft_wrap=True)
+                console.print(Prose((self._words(fault), ""), label=line))
         lines = count(validator.num_lines)
         if not num_faults:
-            console.print(Text(self.catalog.ui("validate_clean", lines=lines)))
+            console.print(Prose((self.catalog.ui("validate_clean", lines=lines), "")))
             return 0
         if num_faults > _MOST and not is_all:
             more = self.catalog.ui("validate_more", number=count(num_faults - _MOST))
-            console.print(Text(more, style="quiet"))
+            console.print(Prose((more, "quiet")))
         found = self.catalog.ui("validate_found", faults=count(num_faults), lines=lines)
-        console.print(Text(found, style="error"))
+        console.print(Prose((found, "error")))
         return num_faults
 
     def print_plain(self) -> int:

@@ -10,14 +10,13 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from nvtrace.whatif import Row, recorded_row, simulated_row
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.prose import Prose
+from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 _NOTHING = "-"
 _DECISIONS = ("run", "steps", "prefill", "decode", "mixed", "preemptions", "hits", "batch")
 _TIMES = ("run", "times", "duration", "p50", "p95", "rate")
+_LEAVING = ("mixed", "hits", "prefill", "batch", "times", "p95", "decode", "p50")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def show(comparison: Comparison, catalog: Catalog) -> None:
         console.print(Prose((sentence, "quiet")))
 
 
-def _decision_table(rows: list[Row], catalog: Catalog) -> Table:
+def _decision_table(rows: list[Row], catalog: Catalog) -> FittingTable:
     table = _table(_DECISIONS, catalog)
     for index, row in enumerate(rows):
         table.add_row(
@@ -143,7 +143,7 @@ def _decision_table(rows: list[Row], catalog: Catalog) -> Table:
     return table
 
 
-def _time_table(rows: list[Row], catalog: Catalog) -> Table:
+def _time_table(rows: list[Row], catalog: Catalog) -> FittingTable:
     table = _table(_TIMES, catalog)
     for index, row in enumerate(rows):
         table.add_row(
@@ -157,18 +157,10 @@ def _time_table(rows: list[Row], catalog: Catalog) -> Table:
     return table
 
 
-def _table(columns: tuple[str, ...], catalog: Catalog) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        header_style="label",
-    )
-    for place, column in enumerate(columns):
-        title = Text(catalog.ui(f"whatif_column_{column}"))
-        table.add_column(title, justify="right" if place else "left", no_wrap=True)
-    return table
+def _table(columns: tuple[str, ...], catalog: Catalog) -> FittingTable:
+    headings = {column: catalog.ui(f"whatif_column_{column}") for column in columns}
+    leaving = [column for column in _LEAVING if column in columns]
+    return FittingTable(headings, catalog, leaving=leaving, words=columns[:1])
 
 
 def _name(index: int, catalog: Catalog) -> str:

@@ -8,7 +8,8 @@
 
 Every exporter takes records and streams: it keeps what is under way, never the trace. Text of a
 prompt is data everywhere: each format's own quoting carries it, and what is printed as lines is
-free of control characters.
+free of control characters. A trace's integers have up to 64 bits, signed or not, and whoever reads
+an export has other limits: each module writes what its format cannot hold as text, or refuses it.
 
 Knows formats. Does not know the command line, and needs neither the engine nor torch.
 """
@@ -16,6 +17,8 @@ Knows formats. Does not know the command line, and needs neither the engine nor 
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 
 class ExportError(ValueError):
@@ -24,4 +27,29 @@ class ExportError(ValueError):
 
 def json_text(value: object) -> str:
     """JSON on one line, in ASCII: whatever a trace holds, it moves no cursor and breaks no line."""
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return _encode(value, ensure_ascii=True)
+
+
+def json_cell(value: object) -> str:
+    """JSON for a table's cell: text stays as it is."""
+    return _encode(value, ensure_ascii=False)
+
+
+def _encode(value: object, *, ensure_ascii: bool) -> str:
+    """JSON has no NaN and no infinity: where they occur, they are strings, as protobuf's are."""
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, separators=(",", ":"), allow_nan=False)
+    try:
+        return encoder.encode(value)
+    except ValueError:
+        return encoder.encode(_spelled(value))
+
+
+def _spelled(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    match value:
+        case dict():
+            return {key: _spelled(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_spelled(item) for item in value]
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

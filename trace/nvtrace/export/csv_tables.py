@@ -2,7 +2,7 @@
 
 A file with all events would have a hundred columns, nearly all empty in each row. The quoting is
 RFC 4180's, in UTF-8; the first line names the columns. `rank` comes first. An empty cell is None,
-true and false are the bools, lists are JSON.
+true and false are the bools, lists are JSON. Numbers have all their digits.
 
 Text is exported as it is. A spreadsheet takes a cell that begins with = for a formula: import
 foreign traces into one as text.
@@ -13,10 +13,10 @@ Knows the csv module. Does not know what is in the tables (`tables.py`).
 from __future__ import annotations
 
 import csv
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from nvtrace.export import json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
 
 if TYPE_CHECKING:
@@ -62,6 +62,6 @@ def _cell(value: object) -> object:
         case bool():
             return "true" if value else "false"
         case list() | tuple() | dict():
-            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+            return json_cell(value)
         case _:
             return value

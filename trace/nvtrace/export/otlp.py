@@ -3,7 +3,8 @@
 Each line is one TracesData object in OTLP's JSON encoding, as its file format wants it
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter): a collector's `otlpjsonfile` receiver
 reads it. Attributes are the GenAI semantic conventions' (`gen_ai.*`), and `nvtrace.*` where these
-have no name. As the conventions ask, no text of prompts or answers is exported.
+have no name. As the conventions ask, no text of prompts or answers is exported. A number beyond an
+`intValue`, as every other request's seed is, becomes a `stringValue` of its digits.
 
     request 3   |----------------------------------------------|   a trace of its own
                    admitted    PREEMPT    resumed   first_token     events of the span
@@ -214,8 +215,8 @@ class Spans:
         return json_text({"resourceSpans": [{"resource": resource, "scopeSpans": [scoped]}]})
 
     def _unix(self, ts_ns: int) -> str:
-        """Nanoseconds since 1970. OTLP's JSON writes its 64-bit numbers as text."""
-        return str(max(self._anchor_unix_ns + ts_ns, 0))
+        """Nanoseconds since 1970: 64 bits without a sign, which OTLP's JSON writes as text."""
+        return str(min(max(self._anchor_unix_ns + ts_ns, 0), 2**64 - 1))
 
 
 def _answer(metrics: RequestMetrics) -> dict[str, Any]:
@@ -267,8 +268,8 @@ def _any_value(value: object) -> dict[str, Any]:
     match value:
         case bool():
             return {"boolValue": value}
-        case int():
-            return {"intValue": str(value)}
+        case int() if -(2**63) <= value < 2**63:
+            return {"intValue": str(value)}  # a collector reads 64 bits with a sign
         case float():
             return {"doubleValue": value}
         case list():

@@ -15,14 +15,13 @@ Knows pyarrow, which is loaded at the first use. Does not know what is in the ta
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from urllib.parse import quote
 
 from nvtrace.envelope import Header
-from nvtrace.export import ExportError
+from nvtrace.export import ExportError, json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class _Part:
         for column, cells in values:
             if column.name in _PARTITIONS:
                 continue
-            plain = [json.dumps(cell) if isinstance(cell, dict) else cell for cell in cells]
+            plain = [json_cell(cell) if isinstance(cell, dict) else cell for cell in cells]
             arrays.append(self._array(column.name, plain))
         self._writer.write_table(self._arrow.table(arrays, schema=self._schema))
         self._rows = []
@@ -137,7 +136,7 @@ class _Part:
 def _arrow_type(arrow: Any, column: Column) -> Any:  # noqa: ANN401 - pyarrow has no types
     """As `int | None` -> int64, `list[list[str]]` -> list of lists of strings, a dict -> text."""
     if column.name == "seed":
-        return arrow.uint64()  # a seed has all 64 bits
+        return arrow.uint64()  # a seed has all 64 bits; all other integers are signed
     return _type_of(arrow, column.type)
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _ENGINE, _REQUESTS = 1, 2  # processes
 _STEPS, _GPU, _STARTUP = Track(_ENGINE, 1), Track(_ENGINE, 2), Track(_ENGINE, 3)
 _LONGEST_ARGUMENT = 200
+_NUM_THREADS = 2**31 - 1
 _STARTUP_PARTS = (ev.ModelWeightsLoaded, ev.WarmupModel, ev.CudagraphCapture)
 _Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
 
@@ -386,7 +387,8 @@ class Picture:
 
 
 def _request_track(seq_id: int) -> Track:
-    return Track(_REQUESTS, seq_id + 1)  # thread 0 means something else to Perfetto
+    # Thread 0 means something else to Perfetto, and a thread's number has 31 bits.
+    return Track(_REQUESTS, seq_id % _NUM_THREADS + 1)
 
 
 def _argument(value: object) -> object:

@@ -5,6 +5,8 @@ so are the labels `model_name`, `engine` (the rank) and `finished_reason`: a das
 needs its prefix changed. Gauges are those of the trace's last step. Histograms are of the requests
 that ended, with buckets 1, 2, 5, 10 ... from 100 us to 1000 s, or from 1 to 1,000,000 tokens.
 
+A sample's value is a double: Prometheus rounds what is beyond 2^53.
+
 Knows the text format (0.0.4). Does not know what a metric means (`nvtrace.metrics`).
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
+from math import isfinite, isnan
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
@@ -187,6 +190,6 @@ def _label(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    if value == float("inf"):
-        return "+Inf"
+    if not isfinite(value):
+        return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) else repr(value)

@@ -9,6 +9,9 @@ A step's beginning is known only when it ends, so events wait here until nothing
 Of two events of one time, the one that was said first stays first: whoever says the begin of a
 slice before its end needs no more care.
 
+A viewer keeps numbers as JavaScript does: of an argument beyond 2^53 it gets the digits as text. A
+counter's value is a double by nature.
+
 Knows the format ("Trace Event Format"; Perfetto's importer reads it). Does not know traces.
 """
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NS_PER_US = 1000  # the format counts in microseconds; its fractions keep our nanoseconds
+_LARGEST = 2**53  # up to here every integer is a double
 
 
 class Track(NamedTuple):
@@ -51,15 +55,17 @@ class TraceEvents:
 
     def begin(self, track: Track, ts_ns: int, name: str, args: dict[str, Any]) -> None:
         """A slice begins inside the one that is open on its track."""
-        self._add(ts_ns, {"ph": "B", **_at(track, ts_ns), "name": name, "args": args})
+        event = {"ph": "B", **_at(track, ts_ns), "name": name, "args": _fitting(args)}
+        self._add(ts_ns, event)
 
     def end(self, track: Track, ts_ns: int, args: dict[str, Any] | None = None) -> None:
         """The innermost open slice of the track ends; `args` join those of its beginning."""
-        self._add(ts_ns, {"ph": "E", **_at(track, ts_ns), "args": args or {}})
+        self._add(ts_ns, {"ph": "E", **_at(track, ts_ns), "args": _fitting(args or {})})
 
     def instant(self, track: Track, ts_ns: int, name: str, args: dict[str, Any]) -> None:
         """A moment on a track."""
-        self._add(ts_ns, {"ph": "i", "s": "t", **_at(track, ts_ns), "name": name, "args": args})
+        place = {"ph": "i", "s": "t", **_at(track, ts_ns)}
+        self._add(ts_ns, {**place, "name": name, "args": _fitting(args)})
 
     def counter(self, pid: int, ts_ns: int, name: str, value: int) -> None:
         """A number of a process, until it is said anew."""
@@ -84,6 +90,13 @@ class TraceEvents:
 
 def _at(track: Track, ts_ns: int) -> dict[str, Any]:
     return {"pid": track.pid, "tid": track.tid, "ts": ts_ns / _NS_PER_US}
+
+
+def _fitting(args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, int) and abs(value) > _LARGEST else value
+        for name, value in args.items()
+    }
 
 
 def _labelled(kind: str, value: object) -> dict[str, object]:

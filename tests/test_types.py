@@ -1,0 +1,98 @@
+"""The public face as another project's type checker sees it: mypy --strict, on a wheel."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from support.docs import ROOT, blocks_of, pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FACES = ("nanovllm", "nvtrace", "nvtrace.analysis", "nvtrace.check", "nvtrace.whatif")
+PACKAGES = ("nanovllm", "nvtrace", "nvtrace_cli")
+# torch's own code takes most of a minute to read, and none of its types is in the public face.
+CONFIG = """\
+[mypy]
+strict = True
+[mypy-torch.*,transformers.*]
+follow_imports = skip
+[mypy-pyarrow.*]
+ignore_missing_imports = True
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on whose path the packages lie as a wheel brings them."""
+    folder = tmp_path_factory.mktemp("downstream")
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(folder / "dist"), versions=["standard"])
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    (folder / "mypy.ini").write_text(CONFIG, encoding="utf-8")
+    return folder
+
+
+def mypy(folder: Path, **modules: str) -> list[str]:
+    """What mypy says of somebody's modules."""
+    for name, code in modules.items():
+        (folder / f"{name}.py").write_text(code + "\n", encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache"),
+            *("--no-error-summary", *(f"{name}.py" for name in modules)),
+        ],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+def test_every_public_name_has_a_type(installed: Path) -> None:
+    names = [f"{face}.{name}" for face in FACES for name in importlib.import_module(face).__all__]
+    code = [*(f"import {face}" for face in FACES), *(f"reveal_type({name})" for name in names)]
+    told = mypy(installed, face="\n".join(code))
+    types = [re.fullmatch(r'face\.py:\d+: note: Revealed type is "(.*)"', line) for line in told]
+    assert all(types), told
+    found = dict(zip(names, (type_[1] for type_ in types if type_), strict=True))
+    assert not {name for name, type_ in found.items() if type_ in {"object", "Any"}}
+    assert "typing.Iterator[tuple[int, " in found["nvtrace.read_ranks"]
+
+
+def test_what_the_docs_show_has_types(installed: Path) -> None:
+    modules = {}
+    for number, page in enumerate([ROOT / "README.md", *pages("en")]):
+        blocks = [block for block in blocks_of(page.read_text("utf-8")) if block.kind == "python"]
+        if blocks:
+            modules[f"page{number}"] = "\n".join(line for block in blocks for line in block.lines)
+    assert modules
+    assert mypy(installed, **modules) == []
+
+
+def test_a_name_that_there_is_none_of_is_an_error(installed: Path) -> None:
+    told = mypy(installed, wrong="import nanovllm, nvtrace\nnvtrace.read_rank\nnanovllm.LMM\n")
+    assert len([line for line in told if "[attr-defined]" in line]) == 2
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_wheel_says_that_it_has_types(package: str, installed: Path) -> None:
+    assert (installed / "site" / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_names_that_are_loaded_late_are_listed(face: str) -> None:
+    module = importlib.import_module(face)
+    assert {*module.__all__} <= {*dir(module)}
+    assert all(getattr(module, name) is not None for name in module.__all__)

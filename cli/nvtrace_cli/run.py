@@ -256,7 +256,7 @@ def check_prompts(scenario: Scenario, options: Options) -> None:
         tokenizer = Tokenizer(config.model)
         processor = InputProcessor(tokenizer, model_config.vocab_size)
         prompts = [tokenizer.apply_chat_template(message) for message in messages]
-        lengths = [len(token_ids) for token_ids, _ in processor.batch(prompts, None)]
+        lengths = [len(token_ids) for token_ids, *_ in processor.batch(prompts, None)]
     except ValueError as error:
         raise RunFailedError(str(error)) from error
     longest = min(config.max_model_len, model_config.max_position_embeddings)

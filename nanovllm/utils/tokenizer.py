@@ -33,7 +33,8 @@ class Tokenizer:
         self.folder = folder
 
     @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def of_transformers(self) -> PreTrainedTokenizerBase:
+        """The tokenizer itself."""
         from transformers import AutoTokenizer, Qwen3Config  # noqa: PLC0415 - heavy, not always needed
 
         if not self.exists:  # transformers would make up an empty one
@@ -90,7 +91,7 @@ class Tokenizer:
         """
         if not self.exists:
             return
-        token, largest = max(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        token, largest = max(self.of_transformers.get_vocab().items(), key=lambda item: item[1])
         if largest >= vocab_size:
             raise TokenizerError(
                 f"{self.folder} holds a tokenizer that does not belong to the model: the id of "
@@ -100,7 +101,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
-        token_ids: list[int] = self._tokenizer.encode(text, verbose=False)
+        token_ids: list[int] = self.of_transformers.encode(text, verbose=False)
         return token_ids
 
     def apply_chat_template(self, message: str) -> str:
@@ -111,12 +112,12 @@ class Tokenizer:
         Raises:
             TokenizerError: the template is broken.
         """
-        if not self._tokenizer.chat_template:
+        if not self.of_transformers.chat_template:
             return message
         turn = [{"role": "user", "content": message}]
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self.of_transformers.apply_chat_template(
                     turn, tokenize=False, add_generation_prompt=True
                 )
             )
@@ -134,11 +135,11 @@ class Tokenizer:
         """
         if not self.exists:
             return ""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.of_transformers.decode(token_ids, skip_special_tokens=True))
 
     @cached_property
     def _vocabulary(self) -> ByteLevelVocabulary:
-        return ByteLevelVocabulary(self._tokenizer.backend_tokenizer)
+        return ByteLevelVocabulary(self.of_transformers.backend_tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; b"" for a special token.
@@ -150,9 +151,18 @@ class Tokenizer:
         """
         return self._vocabulary[token_id] if self.exists else b""
 
+    def check_detokenizable(self, need: str) -> None:
+        """Raise TokenizerError if no text can be made token by token."""
+        if not self.exists:
+            raise TokenizerError(
+                f"{need} a tokenizer, and {self.folder} holds none: add "
+                "tokenizer.json and tokenizer_config.json"
+            )
+        self.token_bytes(0)
+
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end-of-sequence token, if it names one."""
         if not self.exists:
             return ()
-        eos = self._tokenizer.eos_token_id
+        eos = self.of_transformers.eos_token_id
         return () if eos is None else (int(eos),)

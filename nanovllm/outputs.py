@@ -5,7 +5,7 @@ Knows how an end is named. Does not know the engine. vLLM's counterpart is `vllm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
@@ -57,17 +57,7 @@ class RequestOutput(dict[str, Any]):
         """The completions: this one."""
         return [self]
 
-    if TYPE_CHECKING:
-
-        @overload
-        def __getitem__(self, key: Literal["text", "finish_reason", "reason"], /) -> str: ...
-        @overload
-        def __getitem__(self, key: Literal["token_ids"], /) -> list[int]: ...
-        @overload
-        def __getitem__(self, key: str, /) -> Any: ...
-        def __getitem__(self, key: str, /) -> Any: ...
-
-    else:  # a type checker knows the names
+    if not TYPE_CHECKING:  # a type checker knows the names
 
         def __getattr__(self, name: str) -> object:
             if name in self:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.observer import Observer
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.callers_world import callers_world_kept
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -22,7 +23,8 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when it is needed
+            with callers_world_kept():
+                from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -152,10 +152,12 @@ class Config:
         truth("enforce_eager", self.enforce_eager)
         truth("enable_prefix_caching", self.enable_prefix_caching)
         truth("fused_kernels", self.fused_kernels)
-        choice("device", self.device, ("auto", "cpu", "cuda"))
-        choice("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
-        choice("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
-        choice("policy", self.policy, tuple(POLICIES))
+        self.device = choice("device", self.device, ("auto", "cpu", "cuda"))
+        dtypes = ("auto", "float32", "float16", "bfloat16")
+        self.dtype = choice("dtype", self.dtype, dtypes)
+        backends = ("auto", *ATTENTION_BACKENDS)
+        self.attention_backend = choice("attention_backend", self.attention_backend, backends)
+        self.policy = choice("policy", self.policy, tuple(POLICIES))
         if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise ValueError("max_model_len must be at least 2: one token in, one out")
 

@@ -5,7 +5,7 @@ Knows how an end is named. Does not know the engine. vLLM's counterpart is `vllm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
@@ -21,8 +21,13 @@ _FINISH_REASONS = {
 }
 
 
-class RequestOutput(TypedDict):
-    """What became of one request.
+class RequestOutput(dict[str, Any]):
+    """What became of one request: a dict, as nano-vllm's; its keys are attributes as well.
+
+    Scripts for vLLM read attributes. For them there is also `outputs`, the list of a request's
+    completions: one, which is this dict again. So output["text"], output.text and
+    output.outputs[0].text are the same. What generate() returns has `prompt` too, its text (None if
+    it was given as token ids), and `prompt_token_ids`.
 
     `finish_reason` is vLLM's word: "stop", "length" or "abort"; and "refused" for a request that
     could never fit, with `error` saying why and no seq_id. `reason` is the trace's, which tells
@@ -43,6 +48,21 @@ class RequestOutput(TypedDict):
     reason: str
     num_prompt_tokens: int
     error: str | None
+    prompt: str | None
+    prompt_token_ids: list[int]
+    finished, index = True, 0  # vLLM's words for a completion that has ended, the request's first
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The completions: this one."""
+        return [self]
+
+    if not TYPE_CHECKING:  # a type checker knows the names
+
+        def __getattr__(self, name: str) -> object:
+            if name in self:
+                return self[name]
+            raise AttributeError(f"an output has no {name!r}; it has: {', '.join(self)}, outputs")
 
 
 class StreamOutput(TypedDict):
@@ -110,13 +130,5 @@ def stream_output(seq: Sequence, delta: str, index: int | None) -> StreamOutput:
 
 def refused_stream_output(index: int, refused: RequestOutput) -> StreamOutput:
     """The only output of a request that was never queued."""
-    return StreamOutput(
-        seq_id=None,
-        index=index,
-        delta="",
-        token_ids=[],
-        logprobs=None,
-        finish_reason=refused["finish_reason"],
-        reason=refused["reason"],
-        error=refused["error"],
-    )
+    facts = {name: refused[name] for name in StreamOutput.__annotations__ if name in refused}
+    return cast("StreamOutput", {"index": index, "delta": "", **facts})

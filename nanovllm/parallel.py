@@ -28,7 +28,6 @@ import os
 import pickle
 import socket
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,9 +37,10 @@ import torch
 from torch import distributed
 
 from nanovllm.errors import ContactLostError
+from nanovllm.utils.callers_world import callers_world_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -342,22 +342,9 @@ def _nccl_group(store: Store, rank: int, world_size: int) -> Any:  # noqa: ANN40
     # Left to itself, torch's watchdog answers a collective that waits too long by ending the whole
     # process, before anybody can say what happened. `await_device` is what watches here.
     options._timeout = timedelta(days=1)  # noqa: SLF001 - there is no public name
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+    with callers_world_kept():
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read when the group is made
         return nccl(store, rank, world_size, options)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for what reads it within this."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, Observer
@@ -16,6 +18,9 @@ from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, GIB, KVBudget
 from nanovllm.errors import KVCacheError, RequestRefusedError
 from nanovllm.models.config import ModelConfig
+from nvtrace.envelope import Footer, Header
+from nvtrace.reader import read_trace
+from nvtrace.recorder import record
 from support.models import edit_config, make_reference, save_reference
 from support.oracle import greedy_params, make_llm
 
@@ -129,6 +134,32 @@ def test_a_value_of_a_wrong_type_is_a_type_error_that_names_the_option(
 def test_a_word_that_is_none_is_refused_with_those_there_are(name: str, value: object) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name} must be one of .*{LEGAL[name][0]}"):
         Config.create("model", {name: value})
+
+
+def test_values_of_other_libraries_become_pythons(folder: Path, tmp_path: Path) -> None:
+    class Word(str, Enum):  # noqa: UP042 - its str() is "Word.CPU"
+        CPU = "cpu"
+
+    options = {
+        "device": Word.CPU,
+        "dtype": np.str_("float32"),
+        "attention_backend": np.str_("sdpa"),
+        "policy": np.str_("mixed"),
+        "max_num_seqs": np.int64(4),
+        "num_kvcache_blocks": np.uint8(9),
+        "max_model_len": np.int32(32),
+        "gpu_memory_utilization": np.float32(0.5),
+        "seed": np.uint64(2**64 - 1),
+    }
+    with record(tmp_path / "trace.jsonl") as observer:
+        llm = LLM(Path(np.str_(folder)), observer, **options)
+        assert len(llm.generate([[5]], greedy_params(2))) == 1
+    assert {type(getattr(llm.config, name)) for name in options} == {str, int, float}
+    assert type(Config.create(np.str_(folder), {}).model) is str
+    header, *_, footer = read_trace(tmp_path / "trace.jsonl", warn=pytest.fail)
+    assert isinstance(header, Header)
+    assert isinstance(footer, Footer)
+    assert {name: header.config[name] for name in options} == {**options, "device": "cpu"}
 
 
 def test_an_unknown_option_is_a_type_error_that_names_it_and_those_there_are(folder: Path) -> None:

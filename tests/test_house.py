@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import subprocess
 import sys
@@ -25,11 +26,12 @@ HOUSE_FILES = sorted(
 )
 MAX_ENGINE_LINES = 2_650
 MAX_PROCESS_LINES = 550
-PROCESS_FILES = (  # how the ranks' processes start and end: whoever runs one rank can skip them
+PROCESS_FILES = (  # how the ranks' processes start and end, and what the caller's own one keeps
     "engine/ranks.py",
     "engine/worker.py",
     "engine/worker_group.py",
     "launch.py",
+    "utils/callers_world.py",
     "utils/interrupts.py",
 )
 MAX_CHECK_LINES = 1100
@@ -231,3 +233,126 @@ def is_hook(function: ast.expr) -> bool:
             return True
         case _:
             return False
+
+
+# -- what belongs to the caller --------------------------------------------------------------------
+
+WORLD = '''
+import gc, json, locale, logging, multiprocessing, os, random, signal, sys, tempfile, threading
+import warnings
+import numpy, torch
+
+
+def world():
+    root = logging.getLogger()
+    return {
+        "random": random.getstate(),
+        "numpy": repr(numpy.random.get_state()[1].tolist()) + repr(numpy.random.get_state()[2:]),
+        "numpy's errors": numpy.geterr(),
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
+        "torch's settings": (
+            torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32,
+            torch.are_deterministic_algorithms_enabled(),
+        ),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "signals": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
+        "environment": dict(os.environ),
+        "logging": (
+            root.level, list(root.handlers), list(root.filters), root.manager.disable,
+            logging.getLoggerClass(), logging.getLogRecordFactory(), warnings.showwarning,
+        ),
+        "the caller's warnings filters": [each for each in warnings.filters if each in FILTERS],
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "hooks": (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "limits": (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "garbage": (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count(), gc.callbacks),
+        "umask": [os.umask(before := os.umask(0)), before][1],
+        "processes": multiprocessing.get_start_method(allow_none=True),
+        "threads": threading.active_count(),
+    }
+
+
+class Meddler:
+    """Each module that is imported while this is on changes the world, as some do."""
+
+    is_on = False
+
+    def find_spec(self, name, path=None, target=None):
+        if self.is_on:
+            random.random(), numpy.random.random()
+            os.environ["MEDDLED"] = name
+            meddled.append(name)
+
+
+meddled, changed = [], {}
+meddler = Meddler()
+sys.meta_path.insert(0, meddler)
+logging.basicConfig(level=logging.ERROR)
+warnings.simplefilter("error", FutureWarning)
+FILTERS = list(warnings.filters)
+random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+
+
+def stage(name, function, *, meddles=False):
+    before = world()
+    meddler.is_on = meddles
+    result = function()
+    meddler.is_on = False
+    after = world()
+    changed.update({f"{name}: {key}": 1 for key in after if after[key] != before[key]})
+    return result
+
+
+class Terminal:
+    encoding, closed, text = "utf-8", False, ""
+    isatty, flush, fileno = lambda self: True, lambda self: None, lambda self: 2
+    def write(self, text): self.text += text
+
+
+def on_a_terminal():
+    kept, sys.stderr = sys.stderr, Terminal()
+    llm.generate([[5, 6]], params)
+    text, sys.stderr = sys.stderr.text, kept
+    return text
+
+
+stage("import nanovllm", lambda: __import__("nanovllm"))
+import nanovllm
+LLM = stage("nanovllm.LLM", lambda: nanovllm.LLM, meddles=True)
+record = stage("nvtrace.record", lambda: __import__("nvtrace").record)
+from nanovllm.assets import TINY_QWEN3
+params = nanovllm.SamplingParams(max_tokens=4)
+llm = stage("LLM()", lambda: LLM(TINY_QWEN3, num_kvcache_blocks=4), meddles=True)
+num_meddled = len(meddled)
+stage("generate", lambda: llm.generate(["hello", [5, 6]], params), meddles=True)
+stage("stream", lambda: [*llm.stream(["hello"], params)], meddles=True)
+text = stage("generate on a terminal", on_a_terminal)
+
+def run_recorded():
+    with record(tempfile.mkdtemp() + "/trace.jsonl") as observer:
+        LLM(TINY_QWEN3, observer, num_kvcache_blocks=4).generate(["hello"], params)
+
+stage("a recorded run", run_recorded)
+print(json.dumps({"changed": changed, "num_meddled": num_meddled, "text": text}))
+'''
+
+
+def test_the_callers_world_stays_as_it_was() -> None:
+    """Whatever the modules do that are imported on the way: they draw, and set variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORLD],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["num_meddled"] > 100, "transformers is imported on the way"
+    assert told["changed"] == {}
+    assert "Requests: 100%" in told["text"], "the bar was there"

@@ -6,10 +6,12 @@ Whatever strikes a run, and wherever: the next one gives its own outputs, and no
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import threading
 import weakref
 from collections import Counter
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,12 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine import llm_engine
+from nvtrace.envelope import Footer
+from nvtrace.pipeline import Sink
+from nvtrace.reader import read_trace
+from nvtrace.recorder import Recorder
+from nvtrace.replay import State
+from support.fake_runner import Settings, make_engine
 from support.models import random_tokens
 from support.oracle import (
     HOOKS,
@@ -29,12 +37,17 @@ from support.oracle import (
     save_tokenizer,
     tokens_of,
 )
+from support.snapshot import snapshot_of_engine, snapshot_of_fold
+from support.workload import MemoryFile, Request
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Seq
     from pathlib import Path
     from types import FrameType
 
     from nanovllm import LLM
+    from nanovllm.engine.llm_engine import LLMEngine
 
 # Two that share a prefix, one that ends early, one that is refused, pages for a preemption.
 PREFIX = random_tokens(5, seed=1)
@@ -352,3 +365,115 @@ def test_15_an_interrupted_arrival_or_abort_loses_no_page(
                 assert output["token_ids"] == right[output["seq_id"] or 0]
     striker.disarm()
     assert_as_good_as_new(llm, right)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+CROWDED = Settings(kvcache_block_size=2, num_kvcache_blocks=8, max_num_batched_tokens=6)
+FREE = greedy_params(6, ignore_eos=True)
+
+
+def in_threads(functions: Seq[Callable[[], object]]) -> list[BaseException]:
+    """Run each in a thread of its own, all at once and often interrupted; what they raise."""
+    raised: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], object]) -> None:
+        start.wait()
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - told
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in functions]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+            assert not thread.is_alive(), "two threads wait for one another"
+    finally:
+        sys.setswitchinterval(before)
+    return raised
+
+
+def test_15_threads_that_share_an_engine_take_turns() -> None:
+    file = MemoryFile()
+    recorder = Recorder(Sink(file))
+    engine = make_engine(CROWDED, recorder)
+    answers: list[bool] = []
+
+    def generate(prompts: list[list[int]]) -> None:
+        right = [Request(prompt, 6).answer()[0] for prompt in prompts]
+        for _ in range(15):
+            outputs = engine.generate(prompts, FREE)
+            answers.append([output.token_ids for output in outputs] == right)
+
+    prompts = [[[1 + i % 2] * (1 + i % 5), [2, 1, 1 + i % 2]] for i in range(30)]
+    assert in_threads([partial(generate, each) for each in prompts]) == []
+    recorder.close()
+    assert answers == [True] * 450
+    assert_trace_is_engines(file, engine)
+
+
+def test_15_threads_that_share_an_engine_hear_of_each_other_in_one_sentence() -> None:
+    """Every way to use an engine, at once: requests join and leave, streams open and close."""
+    file = MemoryFile()
+    recorder = Recorder(Sink(file))
+    engine = make_engine(CROWDED, recorder)
+    heard: list[str] = []
+
+    def often(function: Callable[[], object]) -> None:
+        for _ in range(40):
+            try:
+                function()
+            except RuntimeError as error:
+                heard.append(str(error))
+
+    def generate() -> None:
+        assert [output.token_ids for output in engine.generate([[1, 2], [2]], FREE)] == answers
+
+    def stream() -> None:
+        assert sum(output["finish_reason"] is not None for output in engine.stream([[1]], FREE))
+
+    def look_in() -> None:
+        with closing(engine.stream([[1, 1], [2]], FREE)) as outputs:
+            next(outputs)
+
+    def add_and_step() -> None:
+        engine.add_request([2, 2], FREE)
+        engine.step()
+
+    def add_and_abort() -> None:
+        with suppress(KeyError):  # another thread's step has ended it
+            engine.abort(engine.add_request([1, 2], FREE))
+
+    answers = [Request(prompt, 6).answer()[0] for prompt in ([1, 2], [2])]
+    uses = [generate, stream, look_in, add_and_step, add_and_abort, engine.reset_prefix_cache]
+    assert in_threads([partial(often, each) for each in uses * 2]) == []
+    while not engine.is_finished():
+        engine.step()
+    sentences = (
+        "a stream() is open: ",
+        "requests from add_request() are",
+        "requests are unfinished",
+    )
+    assert all(any(sentence in message for sentence in sentences) for message in heard)
+    generate()
+    recorder.close()
+    assert_trace_is_engines(file, engine)
+
+
+def assert_trace_is_engines(file: MemoryFile, engine: LLMEngine) -> None:
+    """The trace is whole, and its fold is the engine."""
+    records = list(read_trace(io.BytesIO(file.contents), warn=pytest.fail))
+    assert isinstance(records[-1], Footer)
+    state = State()
+    for each in records:
+        state.apply(each)
+    assert len(state.sequences) == engine.num_requests
+    state.sequences.clear()
+    assert snapshot_of_fold(state) == snapshot_of_engine(engine.scheduler, {})

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import json
+import pickle
+import sys
+from array import array
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import TokenizerError
@@ -67,6 +75,59 @@ def test_an_output_has_every_fact_of_its_request(folder: Path, oracle: Oracle) -
         "num_prompt_tokens": 3,
         "error": None,
     }
+
+
+def test_an_output_can_be_read_as_nano_vllm_and_as_vllm_have_it(folder: Path) -> None:
+    llm = make_llm(folder, max_model_len=8)
+    of_text, of_ids, of_dict, refused = llm.generate(
+        ["w5 w6", [5, 6], {"prompt": "w5 w6", "prompt_token_ids": [5, 6]}, [5] * 8],
+        greedy_params(4),
+    )
+    assert [output.prompt for output in (of_text, of_ids, of_dict)] == ["w5 w6", None, "w5 w6"]
+    for output in (of_text, of_ids, of_dict):
+        assert output["text"] == output.text == output.outputs[0].text
+        assert output["token_ids"] == output.token_ids == output.outputs[0].token_ids
+        assert (output.prompt_token_ids, output.finished, len(output.outputs)) == ([5, 6], True, 1)
+        assert json.loads(json.dumps(output)) == output == copy.deepcopy(output)
+        again = pickle.loads(pickle.dumps(output))  # noqa: S301 - our own
+        assert (again, again.prompt) == (output, output.prompt)
+    assert (refused.prompt_token_ids, refused.outputs[0].text) == ([5] * 8, "")
+    assert refused.finish_reason == "refused"
+    with pytest.raises(AttributeError, match=r"no 'txt'; it has: seq_id, text, .*, outputs"):
+        _ = of_text.txt  # type: ignore[attr-defined]
+
+
+def test_arrays_of_token_ids_are_prompts(folder: Path) -> None:
+    llm = make_llm(folder)
+    right = tokens_of(llm.generate([[5, 6], [7, 8]], greedy_params(4)))
+    arrays: list[Any] = [
+        np.array([[5, 6], [7, 8]]),
+        [np.array([5, 6], dtype=np.uint16), torch.tensor([7, 8])],
+        [[np.int64(5), np.uint8(6)], (7, np.int32(8))],
+        [{"prompt_token_ids": np.array([5, 6])}, array("i", [7, 8])],
+    ]
+    for prompts in arrays:
+        assert tokens_of(llm.generate(prompts, greedy_params(4))) == right
+    for wrong in ([np.array([5.0, 6.0])], [np.array(5)], [np.array([[5]])], [[np.True_]]):
+        with pytest.raises(TypeError, match=r"^a (prompt|token id) must be"):
+            llm.generate(wrong, greedy_params(4))  # type: ignore[arg-type]
+
+
+def test_the_bar_is_for_a_person_who_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(stream: io.StringIO | None, **options: bool) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        llm.generate([[5, 6], [7] * 9, [8]], greedy_params(4), **options)
+        return "" if stream is None else stream.getvalue()
+
+    llm = make_llm(folder, max_model_len=8)
+    assert "Requests: 100%" in shown(Terminal())
+    assert "3/3" in shown(Terminal(), use_tqdm=True)
+    assert shown(Terminal(), use_tqdm=False) == shown(io.StringIO(), use_tqdm=True) == ""
+    assert shown(None) == ""
 
 
 def test_a_text_that_ends_by_itself_stops_and_does_not_show_its_last_token(folder: Path) -> None:

@@ -70,7 +70,7 @@ def test_logprobs_are_the_models_whatever_the_batch(
 def test_asking_changes_no_token(oracle: Oracle) -> None:
     def tokens(number: int | None) -> list[int]:
         params = SamplingParams(temperature=1.2, seed=3, max_tokens=12, logprobs=number)
-        return make_llm(oracle.folder).generate([PROMPTS[0]], params)[0]["token_ids"]
+        return make_llm(oracle.folder).generate([PROMPTS[0]], params)[0].token_ids
 
     assert tokens(None) == tokens(0) == tokens(7)
 

@@ -283,6 +283,7 @@ def test_the_model_that_ships_says_what_transformers_says(question: str) -> None
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
+    assert isinstance(prompt, str)
     token_ids = tokenizer.encode(prompt)
     right = oracle.greedy(token_ids, 40)
     watcher = Watcher()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,9 @@ from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import MemoryFile, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from structlog.typing import EventDict, Processor
 
     from nvtrace.envelope import Record
 
@@ -182,6 +185,157 @@ def test_whole_numbers_of_any_type_that_sampling_params_takes_can_be_recorded() 
     _, event, _ = recorded(lambda recorder: recorder.request_enqueue(seq, waiting_len=1))
     assert isinstance(event, ev.RequestEnqueue)
     assert (event.max_tokens, event.top_k, event.seed) == (3, 2, 7)
+
+
+# -- an event that cannot be written ---------------------------------------------------------------
+
+
+def strange_seq() -> Sequence:
+    """A request of whose sampling params one cannot be encoded; the engine's own door is shut."""
+    params = SamplingParams(max_tokens=3)
+    object.__setattr__(params, "stop", (object(),))
+    return Sequence(7, [1], params)
+
+
+def listening(
+    processors: Iterable[Processor] = (), tap: Callable[[list[ev.Event]], None] | None = None
+) -> tuple[Recorder, MemoryFile, list[str]]:
+    """A recorder, where its lines go, and what it reports."""
+    file, reports = MemoryFile(), list[str]()
+    sink = Sink(file, report=reports.append)
+    return Recorder(sink, processors=processors, tap=tap), file, reports
+
+
+def read_with_gaps(data: bytes) -> tuple[list[Record], list[str]]:
+    warnings: list[str] = []
+    return list(read_trace(io.BytesIO(data), warn=warnings.append)), warnings
+
+
+def test_an_event_that_cannot_be_encoded_is_lost_alone_and_said_once() -> None:
+    recorder, file, reports = listening()
+    recorder.trace.write_header({}, {})
+    for _ in range(2):
+        recorder.generate_start(1)
+        recorder.request_enqueue(strange_seq(), waiting_len=1)
+        recorder.generate_finish(0)  # drains
+    recorder.close()
+    records, [warning] = read_with_gaps(file.contents)
+    assert [ev.tag_of(r) for r in records if isinstance(r, ev.Event)] == [
+        "GENERATE_START",
+        "GENERATE_FINISH",
+    ] * 2
+    assert warning.startswith("the trace: 2 events are missing")
+    assert records[-1] == Footer(event_id=7, num_events=6, exit="ok")
+    assert recorder.trace.num_lost == 2
+    [report] = reports
+    assert report.startswith("REQUEST_ENQUEUE cannot be written and is missing in the trace (Type")
+
+
+@pytest.mark.parametrize("tag", ["REQUEST_ENQUEUE", "STEP_END", "TRACE_HEADER", "TRACE_FOOTER"])
+def test_a_processor_that_fails_loses_what_it_fails_on(tag: str) -> None:
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def fail(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict["event"] == tag:
+            raise UnreadableError
+        return event_dict
+
+    recorder, file, reports = listening([fail])
+    run = Run(BUSY, recorder).go()
+    recorder.close()
+    undisturbed = Run(BUSY).go()
+    for seq_id, seq in undisturbed.sequences.items():
+        assert run.sequences[seq_id].token_ids == seq.token_ids
+    records, _ = read_with_gaps(file.contents)
+    assert isinstance(records[0], Header)
+    assert isinstance(records[-1], Footer)
+    assert not any(isinstance(r, ev.Event) and ev.tag_of(r) == tag for r in records)
+    [report] = reports
+    assert "its message cannot be read: RuntimeError" in report
+
+
+def test_a_tap_that_fails_is_heard_once_and_the_trace_is_whole() -> None:
+    is_broken = True
+
+    def tap(_events: list[ev.Event]) -> None:
+        if is_broken:
+            raise LookupError
+
+    recorder, file, reports = listening(tap=tap)
+    recorder.trace.write_header({}, {})
+    recorder.generate_start(1)
+    with pytest.raises(LookupError):
+        recorder.generate_finish(0)
+    is_broken = False
+    recorder.generate_start(1)
+    recorder.generate_finish(0)
+    is_broken = True
+    recorder.generate_start(1)
+    with pytest.raises(LookupError):
+        recorder.close()
+    assert len(read(file.contents)) == 5 + 2
+    assert reports == []
+
+
+def test_a_header_keeps_what_can_be_encoded() -> None:
+    recorder, file, reports = listening()
+    recorder.trace.write_header(
+        {"seed": 1j, "policy": "mixed"}, {"odd": object(), "name": "\udcff"}
+    )
+    recorder.close()
+    header, _ = read(file.contents)
+    assert isinstance(header, Header)
+    assert (header.config, header.model) == ({"policy": "mixed"}, {"name": "?"})
+    assert [report.split(" cannot")[0] for report in reports] == ["the header's odd"]
+
+
+def test_an_engine_goes_on_after_an_event_was_lost(tmp_path: Path) -> None:
+    def fail(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict["event"] == "REQUEST_ENQUEUE":
+            raise ValueError
+        return event_dict
+
+    with record(tmp_path / "trace.jsonl", processors=[fail]) as recorder:
+        engine = make_engine(BUSY.settings, recorder)
+        right = make_engine(BUSY.settings).generate([[1, 2]])
+        for _ in range(2):
+            assert [output.text for output in engine.generate([[1, 2]])] == [right[0].text]
+    records, _ = read_with_gaps((tmp_path / "trace.jsonl").read_bytes())
+    assert isinstance(records[-1], Footer)
+
+
+def test_an_error_without_a_message_can_be_recorded() -> None:
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    _, event, _ = recorded(lambda recorder: recorder.engine_error(UnreadableError()))
+    assert isinstance(event, ev.EngineError)
+    assert event.message == "(its message cannot be read: RuntimeError)"
+
+
+def test_a_recorder_that_is_closed_while_another_thread_writes_is_whole() -> None:
+    for _ in range(20):
+        recorder, file, _ = listening()
+        recorder.trace.write_header({}, {})
+        failures: list[BaseException] = []
+
+        def write(recorder: Recorder = recorder, failures: list[BaseException] = failures) -> None:
+            try:
+                for _ in range(200):
+                    recorder.generate_start(1)
+                    recorder.generate_finish(0)
+            except BaseException as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        recorder.close()
+        thread.join()
+        assert failures == []
+        assert isinstance(read(file.contents)[-1], Footer)
 
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 import sys
+from enum import Enum, IntEnum
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,52 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.assets import TINY_QWEN3
+from nvtrace.envelope import Footer
+from nvtrace.reader import read_trace
 from nvtrace.recorder import record
 from support.oracle import Oracle, make_llm, tokens_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class Whole(int):
+    """Some library's int."""
+
+
+class Real(float):
+    """Some library's float."""
+
+
+class Text(str):
+    """Some library's str, which shows itself otherwise."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "shown otherwise"
+
+
+class Small(IntEnum):
+    """A number with a name."""
+
+    TWO = 2
+
+
+class Word(str, Enum):  # noqa: UP042 - what people wrote before StrEnum: its str() is "Word.FIVE"
+    """A word with a name."""
+
+    FIVE = "w5"
+
+
+def plain_of(value: object) -> object:
+    """The same as Python's own."""
+    if isinstance(value, (list, np.ndarray)):
+        return [plain_of(each) for each in value]
+    assert isinstance(value, numbers.Real)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
 
 LEGAL: dict[str, list[Any]] = {
     "temperature": [0, 0.0, 1e-6, 0.6, 1, 100.0],
@@ -125,20 +168,48 @@ def test_params_do_not_change_after_they_were_checked() -> None:
         ("temperature", Fraction(1, 2)),
         ("top_p", np.float64(0.5)),
         ("top_p", Fraction(1, 2)),
+        ("temperature", Real(0.5)),
+        ("max_tokens", Whole(3)),
+        ("logprobs", Small.TWO),
+        ("seed", Whole(7)),
+        ("stop_token_ids", np.array([5, 6])),
+        ("stop_token_ids", [np.int64(5), Whole(6), Small.TWO]),
     ],
+    ids=repr,
 )
 def test_numbers_of_other_libraries_do_what_pythons_do(
-    name: str, value: float, folder: Path, tmp_path: Path
+    name: str, value: object, folder: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 3, "seed": 1}
-    plain = float(value) if name in {"temperature", "top_p"} else int(value)
+    plain: Any = plain_of(value)
     expected = make_llm(folder).generate([[5, 6]], SamplingParams(**options | {name: plain}))
 
-    with record(tmp_path / "trace.jsonl") as observer:
+    params = SamplingParams(**options | {name: value})
+    assert repr(getattr(params, name)) == repr(getattr(SamplingParams(**{name: plain}), name))
+    path = tmp_path / "trace.jsonl"
+    with record(path) as observer:
         llm = make_llm(folder, observer)
-        outputs = llm.generate([[5, 6]], SamplingParams(**options | {name: value}))
+        prompt: Any = [Whole(5), np.int64(6)]
+        outputs = llm.generate([prompt], params)
 
     assert outputs == expected
+    assert isinstance([*read_trace(path, warn=pytest.fail)][-1], Footer)
+
+
+@pytest.mark.parametrize(
+    "stop", [Text("w5"), np.str_("w5"), [Word.FIVE, Text("w6")], np.array(["w5", "w6"])], ids=repr
+)
+def test_texts_of_other_libraries_do_what_pythons_do(stop: object, tmp_path: Path) -> None:
+    params = SamplingParams(stop=stop, max_tokens=3)  # type: ignore[arg-type]
+    assert {type(text) for text in params.stop or ()} == {str}
+    assert (params.stop or ())[0] == "w5"
+    path = tmp_path / "trace.jsonl"
+    with record(path) as observer:
+        llm = make_llm(TINY_QWEN3, observer)
+        outputs = llm.generate([Text("hello"), np.str_("world")], params)
+    assert [output.prompt for output in outputs] == ["hello", "world"]
+    assert [type(output.prompt) for output in outputs] == [str, str]
+    assert isinstance([*read_trace(path, warn=pytest.fail)][-1], Footer)
 
 
 @pytest.mark.parametrize(

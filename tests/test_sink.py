@@ -78,6 +78,20 @@ def test_a_failing_close_is_reported_as_a_failed_write() -> None:
     assert len(reports) == 1
 
 
+def test_a_file_that_was_closed_by_others_is_reported_as_a_failed_write() -> None:
+    """Its error is no OSError; it must not come back with each later flush."""
+    reports: list[str] = []
+    file = MemoryFile()
+    recorder = Recorder(Sink(file, report=reports.append))
+    run = Run(BUSY, recorder)
+    file.close()
+    run.go()
+    recorder.close()
+    assert len(reports) == 1
+    assert "closed file" in reports[0]
+    assert run.sequences.keys() == Run(BUSY).go().sequences.keys()
+
+
 def test_a_failed_write_is_said_on_stderr_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(Sink(FullDisk(capacity=0)))
     make_engine(BUSY.settings, recorder)

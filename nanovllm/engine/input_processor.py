@@ -1,4 +1,4 @@
-"""InputProcessor: what a caller hands in -> token ids and SamplingParams, or a clear error.
+"""InputProcessor: what a caller hands in -> a Request, or a clear error.
 
 Knows the tokenizer and the vocabulary's size. Does not know limits that depend on the engine's
 state or pool (`Scheduler.check_request`). Whatever is wrong is said before anything is queued.
@@ -7,14 +7,17 @@ vLLM's counterpart is `vllm/v1/engine/input_processor.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanovllm.errors import TokenizerError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import check_unicode
+from nanovllm.utils.options import as_list, prompt_text, token_ids
 
 if TYPE_CHECKING:
     from nanovllm.utils.tokenizer import Tokenizer
+
+Request = tuple[list[int], SamplingParams, str | None]
+"""A prompt's token ids, its sampling params, and its text if that was given; all checked."""
+_PROMPT_KEYS = {"prompt", "prompt_token_ids"}  # of vLLM's TextPrompt and TokensPrompt
 
 
 class InputProcessor:
@@ -29,71 +32,57 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
 
-    def batch(
-        self, prompts: object, sampling_params: object
-    ) -> list[tuple[list[int], SamplingParams]]:
-        """Pair every prompt with its sampling params.
+    def batch(self, prompts: object, sampling_params: object) -> list[Request]:
+        """Pair every prompt with its sampling params. A text or a dict alone is one prompt.
 
         Raises:
             TypeError: not a list of prompts, or something among them that is none.
             ValueError: an empty prompt, ids outside the vocabulary, or lists of different lengths.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+        found = [prompts] if isinstance(prompts, (str, dict)) else as_list(prompts)
+        if found is None:
             raise TypeError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
         if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
+            sampling_params = [sampling_params] * len(found)
+        if len(sampling_params) != len(found):
             raise ValueError(
-                f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params: "
+                f"{len(found)} prompts, but {len(sampling_params)} sampling_params: "
                 "give one for all, or one for each"
             )
-        return [self.one(*pair) for pair in zip(prompts, sampling_params, strict=True)]
+        return [self.one(*pair) for pair in zip(found, sampling_params, strict=True)]
 
-    def one(self, prompt: object, sampling_params: object) -> tuple[list[int], SamplingParams]:
+    def one(self, prompt: object, sampling_params: object) -> Request:
         """Check and encode one request; raises as `batch` does."""
         if sampling_params is None:
             sampling_params = SamplingParams()
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {sampling_params!r}")
-        if isinstance(prompt, str):
-            check_unicode(prompt)
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)):
-            token_ids = list(prompt)
-        else:
-            raise TypeError(f"a prompt must be a str or a list of token ids, not {prompt!r}")
-        if not token_ids:
+        text, ids = self._text_and_ids(prompt)
+        if not ids:
             raise ValueError("a prompt must have at least one token; this one is empty")
-        self._check_token_ids(token_ids)
-        self._check_token_ids(list(sampling_params.stop_token_ids or ()))
+        ids = token_ids(ids, self.vocab_size)
+        token_ids(list(sampling_params.stop_token_ids or ()), self.vocab_size)
         if (sampling_params.logprobs or 0) > self.vocab_size:
             raise ValueError(
                 f"logprobs={sampling_params.logprobs} asks for more tokens than the vocabulary "
                 f"has: at most {self.vocab_size}"
             )
         if sampling_params.stop:
-            self.check_detokenizable("stop strings need")
-        return token_ids, sampling_params
+            self.tokenizer.check_detokenizable("stop strings need")
+        return ids, sampling_params, text
 
-    def check_detokenizable(self, need: str) -> None:
-        """Raise TokenizerError if no text can be made token by token."""
-        if not self.tokenizer.exists:
-            raise TokenizerError(
-                f"{need} a tokenizer, and {self.tokenizer.folder} holds none: add "
-                "tokenizer.json and tokenizer_config.json"
+    def _text_and_ids(self, prompt: object) -> tuple[str | None, list[int]]:
+        parts = prompt if isinstance(prompt, dict) else {}
+        if parts.keys() - _PROMPT_KEYS or not parts:
+            parts = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
+        if isinstance(text, str):
+            text = prompt_text(text)
+            ids = self.tokenizer.encode(text) if ids is None else ids
+        found = as_list(ids)
+        if found is None or not isinstance(text, str | None):
+            raise TypeError(
+                "a prompt must be a str or a list of token ids, or a dict with one of them as "
+                f"prompt or prompt_token_ids, not {prompt!r}"
             )
-        self.tokenizer.token_bytes(0)
-
-    def _check_token_ids(self, token_ids: list[Any]) -> None:
-        # A prompt may have a hundred thousand: look at them one by one only to name the culprit.
-        if set(map(type, token_ids)) <= {int} and (
-            not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size)
-        ):
-            return
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TypeError(f"a token id must be an int, not {token_id!r}")
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(
-                    f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
-                )
+        return text, found

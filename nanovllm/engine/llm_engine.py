@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import contextmanager
 from itertools import chain
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -32,23 +33,32 @@ from nanovllm.outputs import (
     refused_stream_output,
     stream_output,
 )
+from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Sequence as Seq
     from pathlib import Path
 
+    from transformers import PreTrainedTokenizerBase
+
     from nanovllm.engine.batch import Batch
+    from nanovllm.engine.input_processor import Request
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
     from nanovllm.sampling_params import SamplingParams
 
-    Request = tuple[list[int], SamplingParams]
-
-Prompt = str | list[int]
+    Prompt = str | Seq[int] | dict[str, Any]
+    Prompts = str | dict[str, Any] | Seq[Prompt]
+    Stream = Generator[StreamOutput, None, None]
 
 
 class LLMEngine:
     """An engine around one model.
+
+    Threads may share it: they take turns. A call waits until the others' have returned: `generate`
+    runs to its end first, `stream` lets others in between two outputs. `exit` does not wait.
 
     Args:
         model: folder of a Qwen3 checkpoint.
@@ -61,6 +71,7 @@ class LLMEngine:
         WorkerError: a process for another rank did not start.
     """
 
+    @callers_world_kept()
     def __init__(
         self,
         model: str | Path,
@@ -101,6 +112,7 @@ class LLMEngine:
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
         self.engine_step = 0
+        self._turn = RLock()  # not a Lock: an observer may call the engine back
         self._handled: BaseException | None = None  # the exception that _recovering dealt with last
         sources = [", ".join(f for f in eos if i in eos[f]) for i in self.eos_token_ids]
         self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids, sources)
@@ -111,7 +123,8 @@ class LLMEngine:
         """Queue one request.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids; or, as for vLLM, a dict with one of them as "prompt" or
+                "prompt_token_ids".
             sampling_params: SamplingParams() if None.
 
         Returns:
@@ -123,7 +136,8 @@ class LLMEngine:
 
         Any other exception (an observer's, or Ctrl-C) ends every unfinished request, as in `step`.
         """
-        return self._enqueue(*self.input_processor.one(prompt, sampling_params))
+        with self._turn:
+            return self._enqueue(*self.input_processor.one(prompt, sampling_params)[:2])
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled request once. Returns the requests that ended in this step.
@@ -131,10 +145,10 @@ class LLMEngine:
         An exception from within (the model's, or Ctrl-C) ends every unfinished request; the engine
         is then as good as new.
         """
-        if self.is_finished():
-            return []
-        self.engine_step += 1
-        with self._recovering():
+        with self._turn, self._recovering():
+            if self.is_finished():
+                return []
+            self.engine_step += 1
             self.observer.step_start(self.engine_step)
             batch = self.scheduler.schedule()
             self.model_runner.launch(batch, self.engine_step)
@@ -154,12 +168,13 @@ class LLMEngine:
         Raises:
             KeyError: no such request, or it has ended.
         """
-        if seq_id not in self.requests:
-            raise KeyError(f"no unfinished request has seq_id {seq_id}")
-        seq = self.requests[seq_id]
-        with self._recovering():
-            self.scheduler.abort(seq)
-            return self._output(seq)
+        with self._turn:
+            if seq_id not in self.requests:
+                raise KeyError(f"no unfinished request has seq_id {seq_id}")
+            seq = self.requests[seq_id]
+            with self._recovering():
+                self.scheduler.abort(seq)
+                return self._output(seq)
 
     def exit(self) -> None:
         """End the processes of the other ranks, if the engine has started any.
@@ -173,6 +188,10 @@ class LLMEngine:
         """Has every request ended?"""
         return self.scheduler.is_finished()
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return transformers' tokenizer of this model, or raise TokenizerError."""
+        return self.tokenizer.of_transformers
+
     # -- the prefix cache ------------------------------------------------------------------------
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
@@ -185,25 +204,28 @@ class LLMEngine:
         Raises:
             RuntimeError: requests are unfinished; their pages cannot be taken from them.
         """
-        if not self.is_finished():
-            raise RuntimeError(
-                f"{len(self.requests)} requests are unfinished and may use cached pages: run "
-                "step() until is_finished(), or abort() them, before reset_prefix_cache()"
-            )
-        self.scheduler.block_manager.reset_prefix_cache()
+        with self._turn:
+            if not self.is_finished():
+                raise RuntimeError(
+                    f"{len(self.requests)} requests are unfinished and may use cached pages: run "
+                    "step() until is_finished(), or abort() them, before reset_prefix_cache()"
+                )
+            self.scheduler.block_manager.reset_prefix_cache()
 
     # -- all at once -----------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: list[Prompt] | list[str] | list[list[int]],
+        prompts: Prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Run all prompts to their ends.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: each as for `add_request`; a text or a dict alone is one prompt.
             sampling_params: one for all, or a list with one for each.
+            use_tqdm: show a progress bar, if stderr is a terminal.
 
         Returns:
             One output for each prompt, in the prompts' order. A request that could never fit is
@@ -214,21 +236,21 @@ class LLMEngine:
             RequestRefusedError: every single request was refused.
             RuntimeError: requests from `add_request` are unfinished.
         """
-        self._check_idle()
-        requests = self.input_processor.batch(prompts, sampling_params)
-        num_prompts = len(requests)
-        self.observer.generate_start(num_prompts)
-        with self._recovering():
-            outputs = self._run(requests)
-        num_outputs = len(outputs)
-        self.observer.generate_finish(num_outputs)
+        with self._turn:
+            self._check_idle()
+            requests = self.input_processor.batch(prompts, sampling_params)
+            num_prompts = len(requests)
+            self.observer.generate_start(num_prompts)
+            shows = use_tqdm and self.ranks.parallel.rank == 0
+            with self._recovering(), progress_bar(num_prompts, shows=shows) as advance:
+                outputs = self._run(requests, advance)
+            num_outputs = len(outputs)
+            self.observer.generate_finish(num_outputs)
         return outputs
 
     def stream(
-        self,
-        prompts: list[Prompt] | list[str] | list[list[int]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> Generator[StreamOutput, None, None]:
+        self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
+    ) -> Stream:
         """Run all prompts to their ends, and say what is new after each step.
 
         Between two outputs, requests may be added and aborted: the stream tells of them too. It
@@ -245,18 +267,37 @@ class LLMEngine:
         Raises:
             As `generate`; and TokenizerError, if tokens cannot be turned into text one by one.
         """
-        self._check_idle()
-        self.input_processor.check_detokenizable("streaming needs")
-        return self._stream(self.input_processor.batch(prompts, sampling_params))
+        with self._turn:
+            self._check_idle()
+            self.tokenizer.check_detokenizable("streaming needs")
+            requests = self.input_processor.batch(prompts, sampling_params)
+        return self._by_turns(self._stream(requests))
 
-    def _run(self, requests: list[Request]) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], advance: Callable[[int], Any]) -> list[RequestOutput]:
         place_of, outputs = self._enqueue_all(requests)
+        advance(len(outputs))
         while not self.is_finished():
-            for output in self.step():
-                outputs[place_of[output["seq_id"]]] = output
+            finished = self.step()
+            outputs.update((place_of[output.seq_id], output) for output in finished)
+            advance(len(finished))
+        for place, (token_ids, _, text) in enumerate(requests):
+            outputs[place].prompt, outputs[place].prompt_token_ids = text, token_ids
         return [outputs[place] for place in range(len(requests))]
 
-    def _stream(self, requests: list[Request]) -> Generator[StreamOutput, None, None]:
+    def _by_turns(self, stream: Stream) -> Stream:
+        """The same, letting other threads in between two outputs."""
+        try:
+            while True:
+                with self._turn:
+                    output = next(stream, None)
+                if output is None:
+                    return
+                yield output
+        finally:
+            with self._turn:
+                stream.close()
+
+    def _stream(self, requests: list[Request]) -> Stream:
         self._check_idle()
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
@@ -330,7 +371,7 @@ class LLMEngine:
         place_of: dict[int | None, int] = {}
         refused: dict[int, RequestOutput] = {}
         refusal: RequestRefusedError | None = None
-        for place, (token_ids, params) in enumerate(requests):
+        for place, (token_ids, params, _) in enumerate(requests):
             try:
                 place_of[self._enqueue(token_ids, params)] = place
             except RequestRefusedError as error:

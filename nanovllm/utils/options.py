@@ -1,12 +1,14 @@
 """Checks of single option values: one sentence for each way to be wrong, naming the option.
 
-Knows types and ranges. Does not know what an option means. Numbers of other libraries (numpy's,
-fractions) are taken for what they are and become Python's.
+Knows types and ranges. Does not know what an option means. Numbers, strings and arrays of other
+libraries (numpy's, fractions, subclasses of Python's own) are taken for what they are and become
+Python's: what leaves this module is an int, float, bool, str or tuple, and no subclass of one.
 """
 
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Any
 
 _MOST_BITS_SHOWN = 128
 
@@ -37,10 +39,11 @@ def whole_numbers(name: str, value: object) -> tuple[int, ...]:
     wrong = f"{name} must be a list of whole numbers from 0 on, not {value!r}"
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)):
+    found = as_list(value)
+    if found is None:
         raise TypeError(wrong)
     try:
-        return tuple(whole_number(name, each, at_least=0, below=2**31) for each in value)
+        return tuple(whole_number(name, each, at_least=0, below=2**31) for each in found)
     except (TypeError, ValueError) as error:
         raise type(error)(wrong) from None
 
@@ -55,12 +58,13 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     wrong = f"{name} must be a string or a list of strings, none of them empty, not {value!r}"
     if value is None:
         return ()
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) for text in found):
+    found = [value] if isinstance(value, str) else as_list(value)
+    if found is None or not all(isinstance(text, str) for text in found):
         raise TypeError(wrong)
-    if not all(found):
+    plain = tuple(map(str.__str__, found))
+    if not all(plain):
         raise ValueError(wrong)
-    return tuple(found)
+    return plain
 
 
 def real_number(name: str, value: object, *, low: float, high: float, with_low: bool) -> float:
@@ -96,7 +100,46 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         raise TypeError(message)
     if value not in choices:
         raise ValueError(message)
-    return value
+    return str.__str__(value)
+
+
+def token_ids(value: list[Any], vocab_size: int) -> list[int]:
+    """Return `value` as token ids of a vocabulary.
+
+    Raises:
+        TypeError: something in it is no whole number.
+        ValueError: an id is outside the vocabulary.
+    """
+    # A prompt may have a hundred thousand: look at them one by one only to name the culprit.
+    if set(map(type, value)) <= {int} and (
+        not value or (min(value) >= 0 and max(value) < vocab_size)
+    ):
+        return value
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise TypeError(f"a token id must be an int, not {token_id!r}")
+        if not 0 <= int(token_id) < vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
+    return [*map(int, value)]
+
+
+def prompt_text(value: str) -> str:
+    """Return `value`, or raise ValueError: Python's strings may hold halves of characters."""
+    text = str.__str__(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt holds no valid Unicode at character {error.start}: half a surrogate pair, "
+            "as bytes leave that were decoded with errors='surrogateescape'"
+        ) from None
+    return text
+
+
+def as_list(value: object) -> list[Any] | None:
+    """Return a list, a tuple or an array (numpy's, torch's) as a list; None for anything else."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    return list(found) if isinstance(found, (list, tuple)) else None
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.errors import TokenizerError
 from nanovllm.utils.byte_level import ByteLevelVocabulary
 from nanovllm.utils.files import check_file, is_there, read_json
+from nanovllm.utils.options import prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ class Tokenizer:
         self.folder = folder
 
     @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def of_transformers(self) -> PreTrainedTokenizerBase:
+        """The tokenizer itself."""
         from transformers import AutoTokenizer, Qwen3Config  # noqa: PLC0415 - heavy, not always needed
 
         if not self.exists:  # transformers would make up an empty one
@@ -94,8 +96,12 @@ class Tokenizer:
         """
         if not self.exists:
             return
-        added = set(self._tokenizer.get_added_vocab()) - {self._tokenizer.eos_token}
-        ids = ((i, token) for token, i in self._tokenizer.get_vocab().items() if token not in added)
+        added = set(self.of_transformers.get_added_vocab()) - {self.of_transformers.eos_token}
+        ids = (
+            (i, token)
+            for token, i in self.of_transformers.get_vocab().items()
+            if token not in added
+        )
         largest, token = max(ids, default=(0, ""))
         if largest >= vocab_size:
             raise TokenizerError(
@@ -109,7 +115,7 @@ class Tokenizer:
 
         A text that begins with the BOS token was written by a chat template: none are added.
         """
-        bos = self._tokenizer.bos_token
+        bos = self.of_transformers.bos_token
         return self._encode(text, special=not (bos and text.startswith(str(bos))))
 
     def apply_chat_template(self, message: str, /, **kwargs: object) -> list[int]:
@@ -124,7 +130,7 @@ class Tokenizer:
         Raises:
             TokenizerError: the template is broken, or there is none to give `kwargs` to.
         """
-        if not self._tokenizer.chat_template:
+        if not self.of_transformers.chat_template:
             if kwargs:
                 raise TokenizerError(
                     f"{self.folder} holds no chat template, so that {', '.join(kwargs)} would "
@@ -134,7 +140,7 @@ class Tokenizer:
         options: dict[str, Any] = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         turn = [{"role": "user", "content": message}]
         try:
-            text = str(self._tokenizer.apply_chat_template(turn, **options))
+            text = str(self.of_transformers.apply_chat_template(turn, **options))
         except Exception as error:
             raise TokenizerError(
                 f"{self.folder} holds a chat template that cannot be filled in "
@@ -144,8 +150,11 @@ class Tokenizer:
         return self._encode(text, special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        check_unicode(text)
-        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
+        return list(
+            self.of_transformers.encode(
+                prompt_text(text), add_special_tokens=special, verbose=False
+            )
+        )
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of `token_ids`, special tokens (the end of a turn) left out.
@@ -154,11 +163,11 @@ class Tokenizer:
         """
         if not self.exists:
             return ""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.of_transformers.decode(token_ids, skip_special_tokens=True))
 
     @cached_property
     def _vocabulary(self) -> ByteLevelVocabulary:
-        return ByteLevelVocabulary(self._tokenizer.backend_tokenizer)
+        return ByteLevelVocabulary(self.of_transformers.backend_tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; b"" for a special token.
@@ -170,20 +179,18 @@ class Tokenizer:
         """
         return self._vocabulary[token_id] if self.exists else b""
 
+    def check_detokenizable(self, need: str) -> None:
+        """Raise TokenizerError if no text can be made token by token."""
+        if not self.exists:
+            raise TokenizerError(
+                f"{need} a tokenizer, and {self.folder} holds none: add "
+                "tokenizer.json and tokenizer_config.json"
+            )
+        self.token_bytes(0)
+
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end-of-sequence token, if it names one."""
         if not self.exists:
             return ()
-        eos = self._tokenizer.eos_token_id
+        eos = self.of_transformers.eos_token_id
         return () if eos is None else (int(eos),)
-
-
-def check_unicode(text: str) -> None:
-    """Python's strings may hold halves of characters; no tokenizer takes them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt holds no valid Unicode at character {error.start}: half a surrogate pair, "
-            "as bytes leave that were decoded with errors='surrogateescape'"
-        ) from None

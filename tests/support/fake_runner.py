@@ -253,6 +253,9 @@ class FakeTokenizer:
     def __init__(self, _folder: str) -> None:
         pass
 
+    def check_detokenizable(self, _need: str) -> None:
+        """Each token is a letter."""
+
     def token_bytes(self, token_id: int) -> bytes:
         return text_of([token_id]).encode()
 

@@ -103,6 +103,17 @@ def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
     buffer += b"\n"
 
 
+def can_encode(value: object) -> bool:
+    """Can `value` be a part of a line?"""
+    try:
+        _encoder.encode(value)
+    except UnicodeEncodeError:  # as above
+        return True
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return True
+
+
 def decode(line: bytes | str) -> Record:
     """One line -> one record.
 

@@ -13,15 +13,20 @@ application's own logging stays its own.
 from __future__ import annotations
 
 import gzip
+import random
 import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
-import structlog
 import zstandard
 
 from nvtrace.envelope import encode_into
+
+_draws = random.getstate()
+import structlog  # noqa: E402 - it imports rich, if that is there, which draws from `random`
+
+random.setstate(_draws)  # the caller's numbers stay the same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 
 Existing = Literal["keep", "replace", "error"]
 
+DropEvent = structlog.DropEvent
 _COMPRESSED_FLUSH_SECONDS = 1.0
 
 
@@ -82,7 +88,7 @@ class Sink:
         self._seconds_between_flushes = seconds_between_flushes
         self._last_flush = time.monotonic()
         self._lines: list[bytes] = []
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self.num_lost = 0
 
     def write(self, line: bytes) -> None:
@@ -102,7 +108,7 @@ class Sink:
         self._flush()
         try:
             self._file.close()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
 
     def _flush(self) -> None:
@@ -113,14 +119,14 @@ class Sink:
                 while rest:  # an unbuffered write may be short
                     rest = rest[self._file.write(rest) :]
                 self._file.flush()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - a closed file's, a compressor's: the engine goes on
                 self._fail(error)
         if self.error is not None:
             self.num_lost += len(lines)
         self._lines = []  # not before: an interruption must not lose them
         self._last_flush = time.monotonic()
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if self.error is None:
             self.error = error
             self.report(f"the trace cannot be written any more ({error}); the run goes on")

@@ -26,7 +26,7 @@ from nanovllm.observer import Observer
 from nvtrace import events as ev
 from nvtrace.pipeline import Existing, Sink, open_sink
 from nvtrace.reader import rank_path
-from nvtrace.writer import Exit, TraceWriter
+from nvtrace.writer import Exit, TraceWriter, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -336,7 +336,7 @@ class Recorder(Observer):
     @override
     def engine_error(self, error: BaseException) -> None:
         self.trace.add(
-            ev.EngineError, "postprocess", error_type=type(error).__name__, message=str(error)
+            ev.EngineError, "postprocess", error_type=type(error).__name__, message=said(error)
         )
 
     @override

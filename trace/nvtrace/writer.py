@@ -6,6 +6,9 @@ tells it what to note) or what happens to an event on its way to the file (`pipe
 During a step it only keeps (struct, time, fields); `drain` builds the events, numbers them and
 sends them down the pipeline. So a step is disturbed little, and the phase of what was said before
 the step's kind was known (was that page taken for a prefill?) can be filled in.
+
+An event that cannot be built, processed or encoded is lost alone: its number is missing in the
+trace, the first one is reported, and nothing of it is left for the next drain.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import time
 import uuid
 from collections import deque
 from datetime import UTC, datetime
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nvtrace.envelope import Footer, Header
+from nvtrace.envelope import Footer, Header, can_encode
 from nvtrace.environment import version_of
-from nvtrace.pipeline import Sink, make_logger
+from nvtrace.pipeline import Sink, encode, make_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,6 +45,14 @@ class _Note(NamedTuple):
     fields: dict[str, Any]
 
 
+def said(error: BaseException) -> str:
+    """Return the message of `error`, whose own __str__ may fail."""
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 - anybody's
+        return f"(its message cannot be read: {type(inner).__name__})"
+
+
 class TraceWriter:
     """Writes one trace.
 
@@ -52,7 +64,8 @@ class TraceWriter:
     Attributes:
         step: the engine_step that is under way; None between steps.
         batch_phase: whether that step is a prefill or a decode.
-        num_events: events written so far.
+        num_events: events written so far, the lost ones counted in.
+        num_lost: events that could not be written.
         has_header: was the first line written?
         run_id: which run this is, for the header. All ranks of a run have the same.
     """
@@ -67,6 +80,7 @@ class TraceWriter:
         self.step: int | None = None
         self.batch_phase: Literal["prefill", "decode", "mixed"] = "prefill"
         self.num_events = 0
+        self.num_lost = 0
         self.has_header = False
         self.run_id = uuid.uuid4().hex
         self._logger = make_logger(sink, processors)
@@ -74,6 +88,7 @@ class TraceWriter:
         self._notes: deque[_Note] = deque()
         self._is_closed = False
         self._is_late = False
+        self._turn = RLock()  # one thread may close what another one's engine still writes
         self._anchor = time.perf_counter_ns()
         self._anchor_unix = time.time_ns()
 
@@ -111,34 +126,30 @@ class TraceWriter:
 
     def drain(self) -> None:
         """Build, number and write everything noted; flush; tell the tap."""
-        events = []
-        while self._notes:  # a note is dropped when it is written: an interruption loses none
-            note = self._notes[0]
-            event = note.cls(
-                event_id=self.num_events + 1,
-                ts_ns=note.ts_ns,
-                step=self.step,
-                phase=note.phase or self.batch_phase,
-                **note.fields,
-            )
-            self._logger.emit(event)
-            self.num_events += 1
-            self._notes.popleft()
-            events.append(event)
-        if events:
-            self.sink.flush()
-            if self._tap is not None:
-                self._tap(events)
+        with self._turn:
+            events = [] if self._is_closed else self._write_notes()
+            if events:
+                self.sink.flush()
+        if events and self._tap is not None:
+            self._tap(events)
 
     def close(self, exit_: Exit, error_type: str | None = None) -> None:
         """Drain, write the footer, close the file. A second call does nothing."""
-        if self._is_closed:
-            return
-        if not self.has_header:
-            self.write_header({}, {})
-        self.drain()
+        with self._turn:
+            if self._is_closed:
+                return
+            if not self.has_header:
+                self.write_header({}, {})
+            try:
+                self.drain()
+            except Exception:  # the tap's
+                self._end(exit_, error_type)
+                raise
+            self._end(exit_, error_type)
+
+    def _end(self, exit_: Exit, error_type: str | None) -> None:
         self._is_closed = True
-        self._logger.emit(
+        self._write_frame(
             Footer(
                 event_id=self.num_events + 1,
                 num_events=self.num_events,
@@ -147,6 +158,50 @@ class TraceWriter:
             )
         )
         self.sink.close()
+
+    def _write_notes(self) -> list[Event]:
+        events = []
+        while self._notes:  # a note is dropped when it is written: an interruption loses none
+            note = self._notes[0]
+            try:
+                event = note.cls(
+                    event_id=self.num_events + 1,
+                    ts_ns=note.ts_ns,
+                    step=self.step,
+                    phase=note.phase or self.batch_phase,
+                    **note.fields,
+                )
+                self._logger.emit(event)
+            except Exception as error:  # noqa: BLE001 - a processor may raise anything
+                self._notes.popleft()
+                self.num_events += 1
+                self._lose(str(note.cls.__struct_config__.tag), error)
+            else:
+                self.num_events += 1
+                self._notes.popleft()
+                events.append(event)
+        return events
+
+    def _write_frame(self, record: Header | Footer) -> None:
+        try:
+            self._logger.emit(record)
+        except Exception as error:  # noqa: BLE001 - a processor's: without it the file is no trace
+            self._lose("what a processor makes of the header or footer", error)
+            self.sink.write(encode(None, "", {"record": record}))
+
+    def _lose(self, what: str, error: Exception) -> None:
+        self.num_lost += 1
+        if self.num_lost == 1:
+            self.sink.report(
+                f"{what} cannot be written and is missing in the trace "
+                f"({type(error).__name__}: {said(error)}); the run goes on"
+            )
+
+    def _encodable(self, facts: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in facts.items() if can_encode(value)}
+        for name in facts.keys() - kept.keys():
+            self._lose(f"the header's {name}", TypeError(f"a {type(facts[name]).__name__}"))
+        return kept
 
     def write_header(
         self,
@@ -159,7 +214,7 @@ class TraceWriter:
         """Write the first line; `gpu` is the name of the one that computes, if one does."""
         self.has_header = True
         created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
-        self._logger.emit(
+        self._write_frame(
             Header(
                 run_id=self.run_id,
                 rank=rank,
@@ -181,7 +236,7 @@ class TraceWriter:
                 | (
                     {} if gpu is None else {"gpu": gpu, "triton": version_of("triton") or "unknown"}
                 ),
-                model=model,
-                config=config,
+                model=self._encodable(model),
+                config=self._encodable(config),
             )
         )

@@ -25,8 +25,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from structlog import DropEvent
-
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policies import POLICIES
@@ -37,7 +35,7 @@ from nanovllm.observer import SILENT
 from nanovllm.sampling_params import SamplingParams
 from nvtrace import events as ev
 from nvtrace.measure import Measure
-from nvtrace.pipeline import Sink
+from nvtrace.pipeline import DropEvent, Sink
 from nvtrace.replay import InconsistentTraceError
 from nvtrace.steptime import Beyond, StepShape
 from nvtrace.whatif.recorder import Clock, SimulatedRecorder

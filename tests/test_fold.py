@@ -78,7 +78,7 @@ def run_through(observer: Recorder) -> Snapshot:
             seq_id = engine.add_request(request.prompt, params)
             sequences[seq_id] = engine.requests[seq_id]
         while not engine.is_finished():
-            with contextlib.suppress(InjectedError):
+            with contextlib.suppress(InjectedError, KeyboardInterrupt):
                 engine.step()
         assert not engine.requests, "an ended request was never let go"
     return snapshot_of_engine(engine.scheduler, sequences)
@@ -108,19 +108,27 @@ def test_an_exception_at_the_edges_of_a_step_ends_every_request_as_well(
     assert snapshot_of_fold(fold(records)) == at_the_end
 
 
-def test_an_exception_while_a_step_is_written_loses_no_more_than_the_event_being_written() -> None:
+@pytest.mark.parametrize(("error", "num_lost"), [(InjectedError, 1), (KeyboardInterrupt, 0)])
+def test_an_exception_while_a_step_is_written_loses_no_more_than_the_event_being_written(
+    error: type[BaseException], num_lost: int
+) -> None:
+    """A processor's own error loses its event; an interruption loses none: it is written later."""
     calls = itertools.count(1)
 
     def interrupt(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
         if event_dict["event"] == "PREPARE_DECODE_TENSORS" and next(calls) == 3:
-            raise InjectedError
+            raise error
         return event_dict
 
     file = MemoryFile()
-    recorder = Recorder(Sink(file), processors=[interrupt])
+    warnings: list[str] = []
+    recorder = Recorder(Sink(file, report=warnings.append), processors=[interrupt])
     at_the_end = run_through(recorder)
     recorder.close()
-    records = list(read_trace(io.BytesIO(file.contents), warn=pytest.fail))
+    assert len(warnings) == recorder.trace.num_lost == num_lost
+    records = list(read_trace(io.BytesIO(file.contents), warn=warnings.append))
+    assert len(warnings) == 2 * num_lost
+    assert any(isinstance(record, ev.EngineReset) for record in records) is not bool(num_lost)
     assert snapshot_of_fold(fold(records)) == at_the_end
 
 

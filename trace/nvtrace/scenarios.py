@@ -192,7 +192,7 @@ def check_prompts(scenario: Scenario, options: Options) -> None:
     tokenizer = Tokenizer(config.model)
     processor = InputProcessor(tokenizer, model_config.vocab_size)
     requests = processor.batch(_prompts(tokenizer, messages, options), None)
-    shortest = min(len(token_ids) for token_ids, _ in requests)
+    shortest = min(len(token_ids) for token_ids, *_ in requests)
     positions = model_config.max_position_embeddings
     longest = min(config.max_model_len, positions)
     if shortest >= longest:  # if one fits, the others are refused one by one

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header
+from nvtrace.explain.follower import whole_need
 from nvtrace.replay import InconsistentTraceError, fold_steps
 from nvtrace_cli.summary import PageCounts, PhaseSum, RequestSummary, RunSummary, Share, StepSummary
 
@@ -186,7 +187,7 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
     _note_requests(step.before, run)
     _note_requests(step.events, run)
     transitions = [event for event in step.events if isinstance(event, ev.StateTransition)]
-    admitted = tuple(event.seq_id for event in transitions if event.reason == "admitted")
+    admitted = tuple(event.seq_id for event in transitions if event.status == "RUNNING")
     shares = common(_shares(step, frozenset(admitted), common))
     for share in shares:
         if share.seq_id in admitted and not share.is_recompute:
@@ -217,7 +218,27 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
         start_ns=step.events[0].ts_ns,
         end_ns=step.events[-1].ts_ns,
         wall_ns=None if end is None else end.wall_ns,
+        num_blocks_held=_held_by_preempted(step.events),
+        stop_whole=next(
+            (
+                whole_need(event, state)
+                for event in step.events
+                if isinstance(event, ev.AdmissionStop)
+            ),
+            None,
+        ),
     )
+
+
+def _held_by_preempted(events: list[ev.Event]) -> tuple[int, ...]:
+    held: dict[int, int] = {}
+    found = []
+    for event in events:
+        if isinstance(event, ev.BlocksRelease):
+            held |= dict(zip(event.seq_ids, map(len, event.block_ids), strict=True))
+        elif isinstance(event, ev.Preempt):
+            found.append(held.get(event.seq_id, event.num_blocks_freed))
+    return tuple(found)
 
 
 def _finished(events: list[ev.Event]) -> tuple[tuple[int, str], ...]:

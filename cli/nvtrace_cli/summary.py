@@ -105,6 +105,8 @@ class StepSummary:
     start_ns: int
     end_ns: int
     wall_ns: int | None  # None: the step did not end
+    num_blocks_held: tuple[int, ...] = ()  # of each of `preempted`, before it gave way
+    stop_whole: int | None = None  # what `stop` would need if the prefix cache had nothing
 
     @property
     def prefills(self) -> tuple[Share, ...]:

@@ -188,6 +188,8 @@ class Measure:
             life.resume(event.ts_ns)
         elif event.status == "WAITING":
             life.preempted_at_ns = event.ts_ns
+        elif event.status != "FINISHED":
+            return None
         elif event.step is None:  # aborted between two steps
             return self._end([event.seq_id], event.ts_ns, event.reason)
         else:

@@ -193,7 +193,7 @@ def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
     phase, schedule = phase_of(moment), moment.schedule
     if schedule is None or phase is None:
         return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
-    reason = catalog.reason(ev.tag_of(schedule), schedule.reason)
+    reason = escape(catalog.reason(ev.tag_of(schedule), schedule.reason))
     chosen = catalog.ui("explain_chosen", phase=phase, reason=reason)
     return Prose((where, "heading"), (chosen, phase))
 
@@ -227,7 +227,7 @@ def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) 
         status = seq.finish_reason or seq.status
         table.add_row(
             Text(str(seq.seq_id)),
-            Text(escape(status), style=_STATUS_STYLES[seq.status]),
+            Text(escape(status), style=_STATUS_STYLES.get(seq.status, "")),
             Text(count(seq.prompt_len)),
             Text(f"{seq.num_completion_tokens}/{seq.max_tokens}"),
             Text(count(seq.num_computed_tokens)),
@@ -293,10 +293,14 @@ def _table(columns: list[str], left: set[int]) -> Table:
 
 
 def _requests(moment: Moment) -> list[SequenceState]:
-    """Those that run and those that wait, in order; then those that ended since the step before."""
+    """Those that run and those that wait, in order; then those that ended since the step before.
+
+    (And those of a status that is not known here: they are in no queue.)
+    """
     state: State = moment.state
-    queued = [state.sequences[seq_id] for seq_id in (*state.running, *state.waiting)]
-    return queued + [seq for seq in state.sequences.values() if seq.status == "FINISHED"]
+    queued = dict.fromkeys((*state.running, *state.waiting))
+    others = (seq_id for seq_id in state.sequences if seq_id not in queued)
+    return [state.sequences[seq_id] for seq_id in (*queued, *others)]
 
 
 def phase_of(moment: Moment) -> str | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nvtrace.catalog import Catalog
+    from nvtrace.metrics import Refusals
     from nvtrace_cli.folding import Row
     from nvtrace_cli.summary import Share, StepSummary
 
@@ -56,6 +57,25 @@ def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
     return text.replace(" ", NO_BREAK_SPACE)
 
 
+def why_refused(refusals: Iterable[Refusals], catalog: Catalog) -> str:
+    """What refused requests need, and what there is of it."""
+    return "; ".join(
+        catalog.ui_or(
+            f"refused_{group.reason}",
+            "refused_other",
+            reason=escape(group.reason),
+            count=count(group.count),
+            need=catalog.ui(
+                "explain_range", least=count(group.least_need), most=count(group.most_need)
+            )
+            if group.least_need < group.most_need
+            else count(group.most_need),
+            have=count(group.have),
+        )
+        for group in refusals
+    )
+
+
 def _comings_and_goings(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
     if step.arrived and step.index > 1:
         key = "note_arrives" if len(step.arrived) == 1 else "note_arrive"
@@ -65,13 +85,16 @@ def _comings_and_goings(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 
 def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
-    for event in step.preempted:
+    for event, num_held in zip(step.preempted, step.num_blocks_held, strict=True):
+        pages, kept = str(event.num_blocks_freed), num_held - event.num_blocks_freed
+        if kept:
+            pages = catalog.ui("note_kept", freed=pages, held=num_held, kept=kept)
         is_itself = event.seq_id == event.for_seq_id
         text = catalog.ui(
             "note_preempted_itself" if is_itself else "note_preempted",
             who=sequences([event.seq_id], catalog),
             for_whom=sequences([event.for_seq_id], catalog),
-            num_blocks=event.num_blocks_freed,
+            num_blocks=pages,
             num_tokens=event.num_tokens_to_recompute,
         )
         yield Note(text, "preempted")
@@ -125,10 +148,16 @@ def _ends(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 def _stop(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
     if step.stop is not None:
-        text = catalog.ui(
+        need, whole = str(step.stop.need), step.stop_whole
+        if whole is not None:
+            key = "need_shared" if step.stop.reason == "no_blocks" else "need_cached"
+            need = catalog.ui(key, need=need, whole=whole, less=whole - step.stop.need)
+        text = catalog.ui_or(
             f"note_stop_{step.stop.reason}",
+            "note_stop_other",
+            reason=escape(step.stop.reason),
             who=sequences([step.stop.seq_id], catalog),
-            need=step.stop.need,
+            need=need,
             have=step.stop.have,
         )
         yield Note(text, "waiting")

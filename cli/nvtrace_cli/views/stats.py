@@ -74,7 +74,7 @@ def _plain_run(run: RunMetrics) -> Iterator[str]:
         if name == "phases":
             for kind, phase in run.phases.items():
                 for part in PhaseMetrics.__dataclass_fields__:
-                    yield f"{kind}.{part}\t{_plain(getattr(phase, part))}"
+                    yield f"{escape(kind)}.{part}\t{_plain(getattr(phase, part))}"
         elif isinstance(value, Spread):
             cells = (_plain(getattr(value, column)) for column in _SPREAD_COLUMNS)
             yield "\t".join((name, "", *cells))

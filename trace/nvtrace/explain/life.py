@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.explain import links
-from nvtrace.explain.follower import Follower, Schedule, Sources, idle_reason, rows_of
+from nvtrace.explain.follower import (
+    Follower,
+    Schedule,
+    Sources,
+    given_back,
+    idle_reason,
+    rows_of,
+    whole_need,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +38,8 @@ class Seen:
         seq_id, step: which request, which step.
         end_ns: when the step ended, or its last event so far.
         place: requests before it in the waiting queue when the head was stopped.
+        whole: what the head would need without the prefix cache.
+        released: as `Follower` has it, when it was preempted.
         ending: what ended it; the last word, if an error came after its own end.
     """
 
@@ -39,7 +49,9 @@ class Seen:
     schedule: Schedule | None = None
     stop: ev.AdmissionStop | None = None
     place: int = 0
+    whole: int | None = None
     preempt: ev.Preempt | None = None
+    released: tuple[int, tuple[int, ...]] | None = None
     admission: ev.StateTransition | None = None
     sources: Sources = field(default_factory=Sources)
     ending: ev.StateTransition | ev.EngineReset | None = None
@@ -57,8 +69,10 @@ class Seen:
         match event:
             case ev.AdmissionStop() if self.seq_id in follower.state.waiting:
                 self.stop, self.place = event, follower.state.waiting.index(self.seq_id)
+                self.whole = whole_need(event, follower.state)
             case ev.Preempt() if event.seq_id == self.seq_id:
                 self.preempt = event
+                self.released = follower.released.get(self.seq_id)
             case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
                 self.schedule = event
             case ev.StateTransition() if event.seq_id == self.seq_id:
@@ -157,7 +171,7 @@ class Biographer:
             **place,
             seq_id=event.seq_id,
             for_seq_id=event.for_seq_id,
-            num_blocks_freed=event.num_blocks_freed,
+            **given_back(event, seen.released),
             num_tokens_to_recompute=event.num_tokens_to_recompute,
             is_prefilling=event.num_tokens_to_recompute < self._num_to_prefill,
         )
@@ -195,8 +209,9 @@ class Biographer:
         elif seen.seq_id in decode_ids:
             self._compute(self._num_computed + 1)
             yield links.Decoded(**self._span(seen, schedule), batch=batch)
-        elif sequence.status == "RUNNING":
-            reason = idle_reason(schedule)
+        elif sequence.status not in {"WAITING", "FINISHED"}:
+            is_running = sequence.status == "RUNNING"
+            reason = idle_reason(schedule) if is_running else sequence.status
             yield links.Idled(**self._span(seen, schedule), reason=reason, batch=batch)
         elif seen.preempt is None:
             yield self._waited(seen)
@@ -227,6 +242,7 @@ class Biographer:
             head_seq_id=None if stop is None else stop.seq_id,
             need=None if stop is None else (stop.need, stop.need),
             have=None if stop is None else (stop.have, stop.have),
+            whole=None if seen.whole is None else (seen.whole, seen.whole),
             num_ahead=(place, place),
             is_preempted=self._is_preempted,
         )

@@ -20,8 +20,10 @@ from nvtrace.explain.follower import (
     NotInTraceError,
     Schedule,
     consistent,
+    given_back,
     idle_reason,
     rows_of,
+    whole_need,
 )
 from nvtrace.explain.pace import Pace
 
@@ -100,6 +102,8 @@ class _Watch:
         self.num_ranks = 1
         self.replay_before: ev.CudagraphReplay | None = None  # of the step before, if it had one
         self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
+        self.given_back: dict[int, dict[str, Any]] = {}  # the same; facts of their links
+        self.whole: int | None = None  # what its stop's request would need without the cache
         self._follower = Follower()
         self._is_past = False
 
@@ -126,7 +130,11 @@ class _Watch:
         elif isinstance(event, ev.Preempt):
             sequence = self._follower.state.sequences[event.seq_id]
             self.num_prefill_tokens[event.seq_id] = sequence.num_prefill_tokens
+            released = self._follower.released.get(event.seq_id)
+            self.given_back[event.seq_id] = given_back(event, released)
             self._note_change(event)
+        elif isinstance(event, ev.AdmissionStop):
+            self.whole = whole_need(event, self._follower.state)
 
     def _note_earlier(self, event: ev.AnyEvent) -> None:
         if event.step is not None:
@@ -204,7 +212,7 @@ def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
                 **place,
                 seq_id=event.seq_id,
                 for_seq_id=event.for_seq_id,
-                num_blocks_freed=event.num_blocks_freed,
+                **watch.given_back[event.seq_id],
                 num_tokens_to_recompute=event.num_tokens_to_recompute,
                 is_prefilling=event.num_tokens_to_recompute < num_prefill_tokens,
             )
@@ -215,6 +223,7 @@ def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
                 reason=event.reason,
                 need=event.need,
                 have=event.have,
+                whole=watch.whole,
                 num_waiting=event.waiting_len,
             )
         case ev.RunEager():

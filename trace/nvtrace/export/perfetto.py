@@ -198,6 +198,8 @@ class Picture:
                 request.resume_flow = None
         elif event.status == "WAITING":
             self._wait(request, "preempted", event)
+        elif event.status != "FINISHED":
+            self._begin_phase(request, event.status, event)
         elif self._step is None:
             self._end_request(event.seq_id, self._arguments(event))
         else:

@@ -198,7 +198,9 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
         phase=None if schedule is None else _phase(schedule),
         reason=None if schedule is None else schedule.reason,
         shares=shares,
-        num_batched_tokens=sum(share.num_tokens for share in shares),
+        num_batched_tokens=getattr(
+            schedule, "num_batched_tokens", sum(share.num_tokens for share in shares)
+        ),
         waiting_len=len(state.waiting) if schedule is None else schedule.waiting_len,
         running_len=len(state.running) if schedule is None else schedule.running_len,
         free_blocks=len(state.free_blocks) if schedule is None else schedule.free_blocks,
@@ -218,6 +220,7 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
         start_ns=step.events[0].ts_ns,
         end_ns=step.events[-1].ts_ns,
         wall_ns=None if end is None else end.wall_ns,
+        scheduled=0 if schedule is None else schedule.scheduled,
         num_blocks_held=_held_by_preempted(step.events),
         stop_whole=next(
             (

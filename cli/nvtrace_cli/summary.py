@@ -106,6 +106,7 @@ class StepSummary:
     end_ns: int
     wall_ns: int | None  # None: the step did not end
     num_blocks_held: tuple[int, ...] = ()  # of each of `preempted`, before it gave way
+    scheduled: int = 0  # sequences in the batch, as the schedule says
     stop_whole: int | None = None  # what `stop` would need if the prefix cache had nothing
 
     @property

@@ -44,7 +44,7 @@ def step_object(step: StepSummary) -> dict[str, Any]:
         "engine_step": step.index,
         "phase": step.phase,
         "reason": step.reason,
-        "scheduled": len(step.shares),
+        "scheduled": step.scheduled,
         "seq_ids": step.seq_ids,
         "num_scheduled_tokens": [share.num_tokens for share in step.shares],
         "num_batched_tokens": step.num_batched_tokens,

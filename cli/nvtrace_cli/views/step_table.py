@@ -62,7 +62,7 @@ def _cells(row: Row, catalog: Catalog) -> Iterator[RenderableType]:
     step = row.first
     yield Text(_step_range(row))
     yield Text(step.phase or "-", style=step.phase or "quiet")
-    yield Text(str(len(step.shares)))
+    yield Text(str(step.scheduled))
     yield Text(str(step.num_batched_tokens))
     yield Text(str(step.waiting_len), style="waiting" if step.waiting_len else "quiet")
     yield Text(str(step.running_len))
@@ -93,7 +93,7 @@ def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
                 str(step.index),
                 str(row.last.index),
                 step.phase or "",
-                str(len(step.shares)),
+                str(step.scheduled),
                 str(step.num_batched_tokens),
                 str(step.waiting_len),
                 str(step.running_len),

@@ -135,16 +135,18 @@ class Biographer:
     ) -> links.Ended:
         """Its end; one between two steps accounts for the time since the step before."""
         reason, token_id = "aborted", None
+        num_tokens, max_tokens = sequence.num_completion_tokens, sequence.max_tokens
         if isinstance(event, ev.StateTransition):
             reason, token_id = event.reason, event.token_id
+            num_tokens, max_tokens = event.num_completion_tokens, event.max_tokens
         return links.Ended(
             first_step=step,
             last_step=step,
             time_ns=self._time_until(event.ts_ns) if is_between else 0,
             event_ids=(event.event_id,),
             reason=reason,
-            num_completion_tokens=sequence.num_completion_tokens,
-            max_tokens=sequence.max_tokens,
+            num_completion_tokens=num_tokens,
+            max_tokens=max_tokens,
             token_id=token_id,
             is_between=is_between,
         )

@@ -17,6 +17,7 @@ from rich.text import Text
 from nvtrace import events as ev
 from nvtrace.claims import said_slots
 from nvtrace_cli.views.console import glyphs, make_console
+from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.pool_map import pool_legend, pool_map
 from nvtrace_cli.views.prose import Prose
@@ -191,6 +192,9 @@ def state_parts(
     """
     state = moment.state
     yield _heading(moment, name, catalog)
+    if moment.schedule is None:  # what there is instead
+        for event in moment.news:
+            yield Prose((log_line(event, catalog), ""))
     yield _queues(moment, catalog)
     requests = _requests(moment)
     if requests:

@@ -47,7 +47,8 @@ def notes(row: Row, catalog: Catalog) -> list[Note]:
         *_pages(row, catalog),
         *_broken_off(step, catalog),
     ]
-    return found or [Note(catalog.ui("note_decode"), "quiet")]
+    quiet = "note_led" if step.is_led else "note_decode"
+    return found or [Note(catalog.ui(quiet), "quiet")]
 
 
 def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
@@ -132,7 +133,7 @@ def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
 
 def _batch_change(row: Row, catalog: Catalog) -> Iterator[Note]:
     if row.batch_before is not None:
-        after = len(row.first.shares)
+        after = row.first.scheduled
         yield Note(catalog.ui("note_batch", before=row.batch_before, after=after))
 
 
@@ -184,5 +185,5 @@ def _broken_off(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
         yield Note(catalog.ui("note_interrupted"), "error")
     elif step.error is not None:
         yield Note(catalog.ui("note_error", error=escape(step.error.error_type)), "error")
-    elif step.wall_ns is None:
+    elif step.wall_ns is None and not step.is_led:
         yield Note(catalog.ui("note_cut"), "error")

@@ -69,6 +69,8 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
             mixed=count(mixed.num_steps),
         ),
     )
+    if run.is_led:
+        return
     yield (
         "tokens",
         catalog.ui(

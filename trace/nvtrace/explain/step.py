@@ -50,6 +50,7 @@ def explain_step(records: Iterable[Record], step: int) -> links.StepStory:
     replay: ev.CudagraphReplay | None = None
     for record in records:
         if isinstance(record, Header | Footer | Unknown):
+            watch.is_led |= isinstance(record, Header) and record.rank > 0
             continue
         watch.take(record)
         if record.step is not None and record.step != last:
@@ -100,6 +101,7 @@ class _Watch:
         self.events: list[ev.AnyEvent] = []
         self.running: list[int] = []
         self.num_ranks = 1
+        self.is_led = False  # a rank above 0 says what it computed, and no more
         self.replay_before: ev.CudagraphReplay | None = None  # of the step before, if it had one
         self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
         self.given_back: dict[int, dict[str, Any]] = {}  # the same; facts of their links
@@ -197,6 +199,8 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
     yield from _ends(watch)
     if paced is not None:
         yield paced
+        return
+    if watch.is_led and not any(isinstance(e, Schedule) for e in watch.events):
         return
     errors = [event for event in watch.events if isinstance(event, ev.EngineError)]
     yield links.Broken(**_place(watch, errors), error=errors[0].error_type if errors else None)

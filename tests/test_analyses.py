@@ -104,13 +104,13 @@ seq_id finish_reason arrival_ns scheduled_ns first_token_ns finished_ns num_pree
 )
 MOVES = table(
     """
-seq_id reason    ts_ns
-0      admitted  30
-0      preempted 70
-0      admitted  85
-0      eos       99
+seq_id status    ts_ns
+0      RUNNING   30
+0      WAITING   70
+0      RUNNING   85
+0      FINISHED  99
 """,
-    reason="str",
+    status="str",
 )
 
 
@@ -134,12 +134,12 @@ def test_spans_follow_one_another_and_a_preemption_cuts_the_span_it_strikes() ->
 def test_a_preemption_before_the_first_token_is_within_prefill() -> None:
     moves = table(
         """
-seq_id reason    ts_ns
-0      admitted  30
-0      preempted 35
-0      admitted  50
+seq_id status    ts_ns
+0      RUNNING   30
+0      WAITING   35
+0      RUNNING   50
 """,
-        reason="str",
+        status="str",
     )
     spans = request_spans(LIVES[:1], moves)
     assert rows(spans, "span", "start_ns")[1:] == [

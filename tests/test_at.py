@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,7 +22,8 @@ from nvtrace.query import STATE_FIELDS, QueryError, parse
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import State
 from nvtrace.snapshots import Film, NoSuchStepError, load_state, save_state
-from support.cli import call, spawn
+from support.cli import ROOT, call, spawn
+from support.cli_traces import chunked_run, write_records, write_trace
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.snapshot import snapshot_of_fold
 from support.workload import Workload, workloads
@@ -181,6 +184,71 @@ def test_the_inputs_worked_out_of_the_state_are_those_the_engine_prepared(
                 assert inputs is not None
                 assert [run.first_slot for run in inputs.runs] == event.slot_mapping
                 assert list(inputs.context_lens) == event.context_lens
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed", "static"])
+def test_what_a_sound_engine_says_follows(policy: str) -> None:
+    workload = replace(BUSY, settings=replace(BUSY.settings, policy=policy))
+    records, fields = Recording(workload).records, set[tuple[str, str]]()
+    for step in range(1, max(r.step or 0 for r in records if isinstance(r, ev.Event)) + 1):
+        for moment in moments(records, inputs_of=step):
+            assert (moment.step == step) == bool(moment.claims)
+            assert [claim for claim in moment.claims if not claim.holds] == []
+            fields |= {(claim.event, claim.field) for claim in moment.claims}
+    assert {("PREPARE_DECODE_TENSORS", "slot_mapping"), ("STEP_END", "free_blocks")} <= fields
+
+
+def other(value: Any) -> Any:  # noqa: ANN401 - of any field
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case (first, *rest):
+            return type(value)([other(first), *rest])
+    raise TypeError(value)
+
+
+def test_what_the_trace_says_is_shown_and_what_follows_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each number that follows from others is changed in turn, in a prefill and in a decode."""
+    records = [*read_trace(write_trace(tmp_path / "sound.jsonl", chunked_run()))]
+    for step in (2, 9):
+        *_, end = (m for m in moments(records, inputs_of=step) if m.step == step)
+        assert len(end.claims) > 10
+        for claim in end.claims:
+            changed = [
+                msgspec.structs.replace(record, **{claim.field: other(claim.said)})
+                if isinstance(record, ev.Event) and record.event_id == claim.event_id
+                else record
+                for record in records
+            ]
+            trace = write_records(tmp_path / "changed.jsonl", changed)
+            told = call(capsys, "at", trace, str(step))
+            if told.code:  # a schedule of tokens that there are not
+                assert claim.event.startswith("SCHEDULE"), claim
+                continue
+            assert f"{claim.event} says {claim.field}" in " ".join(told.out.split()), claim
+            found = json.loads(call(capsys, "at", trace, str(step), "--json").out)
+            differs = [(one["event"], one["field"]) for one in found["differs"]]
+            assert (claim.event, claim.field) in differs
+            plain = call(capsys, "at", trace, str(step), "--plain").out
+            assert f"\t{claim.event}\t{claim.field}\t" in plain
+            if claim.field in {"context_lens", "cu_seqlens_q", "cu_seqlens_k", "slot_mapping"}:
+                assert found["inputs"][claim.field] == other(claim.said)
+
+
+def test_slots_are_shown_as_the_trace_says_them(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = ROOT / "docs" / "exercises" / "11-every-fourth-word-is-wrong.jsonl.zst"
+    for moment in POINTS:
+        step = ("6", "--moment", moment)
+        shown = call(capsys, "at", trace, *step).out
+        assert "4 + 3 = 11; said: 12" in shown
+        assert json.loads(call(capsys, "at", trace, *step, "--json").out)["inputs"][
+            "slot_mapping"
+        ] == [12, 14, 20]
+        assert "0\t11\t11\t2\t11\t11\t12" in call(capsys, "at", trace, *step, "--plain").out
 
 
 def test_each_slot_is_page_times_page_size_plus_offset() -> None:
@@ -491,9 +559,14 @@ def test_json_holds_the_whole_state(folder: Path, capsys: pytest.CaptureFixture[
     assert told["inputs"]["slot_mapping"] == [run.first_slot for run in moment.inputs.runs]
 
 
-def test_plain_is_four_tables_with_tabs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_is_five_tables_with_tabs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = call(capsys, "at", folder / "crowded.jsonl", "12", "--plain").out
-    facts, requests, pages, inputs = (part.splitlines() for part in out.rstrip().split("\n\n"))
+    tables = (part.splitlines() for part in out.rstrip().split("\n\n"))
+    facts, requests, pages, inputs, differs = tables
+    assert differs == ["event_id\tevent\tfield\tsaid\tfollows"]
+    assert [line.split("\t")[-1] for line in inputs[1:]] == [
+        line.split("\t")[-2] for line in inputs[1:]
+    ]
     assert facts[:2] == ["engine_step\t12", "moment\tend"]
     assert "waiting\t3" in facts
     names = requests[0].split("\t")

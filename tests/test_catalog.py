@@ -6,14 +6,14 @@ import re
 import tomllib
 from importlib import resources
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, Catalog, Language, load_catalog
-from nvtrace.events import Event
+from nvtrace.events import Event, codes_of
 from nvtrace.reference import RECORD_TYPES
 from nvtrace.scenarios import SCENARIOS
 
@@ -33,11 +33,11 @@ def raw_words(language: Language) -> dict[str, Any]:
 
 
 def codes_of_all_records() -> Iterator[tuple[str, str, str]]:
-    """(record, field, code) of every Literal in the format."""
+    """(record, field, code) of every known code in the format."""
     for tag, struct in RECORD_TYPES.items():
         for field in msgspec.structs.fields(struct):
-            if get_origin(field.type) is Literal and field.name not in _NOT_TRANSLATED:
-                for code in get_args(field.type):
+            if field.name not in _NOT_TRANSLATED:
+                for code in codes_of(field.type):
                     yield tag, field.name, code
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -15,13 +15,22 @@ from nanovllm.config import Config
 from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
 from nanovllm.models.config import ModelConfig
 from nvtrace import events as ev
+from nvtrace import load
 from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.pipeline import Sink
 from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
-from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace
+from nvtrace.reader import (
+    UnreadableTraceError,
+    about_rank,
+    rank_path,
+    read_blocks,
+    read_ranks,
+    read_trace,
+)
 from nvtrace.recorder import record
 from nvtrace_cli.main import run_command
-from support.cli import call
+from support.cli import ROOT, call
+from support.cli_traces import write_records
 from support.oracle import Oracle, save_tokenizer
 from support.ranks import worker_pids
 from support.workload import MemoryFile
@@ -53,6 +62,77 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 def test_a_ranks_trace_lies_beside_that_of_rank_0(name: str, expected: str) -> None:
     assert rank_path(Path("runs") / name, 3) == Path("runs") / expected
     assert rank_path(Path("runs") / name, 0) == Path("runs") / name
+
+
+# -- a rank's own trace, read alone ----------------------------------------------------------------
+
+RANK_1 = ROOT / "docs" / "traces" / "two-ranks.rank1.jsonl.zst"
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "my.run.jsonl.gz", "trace"])
+def test_a_ranks_trace_names_rank_0s(name: str) -> None:
+    path = Path("runs") / name
+    assert about_rank(rank_path(path, 3), 3).endswith(f"are in rank 0's, {path}")
+    assert about_rank("elsewhere.jsonl", 3).endswith("are in rank 0's trace")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("replay", "replay --json", "replay --plain", "stats", "check"),
+        *("explain --step 3", "explain --seq 0", "at 3", "whatif", "export --to perfetto"),
+        "export --to otlp",
+    ],
+)
+def test_every_command_says_whose_trace_it_is(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command.split()
+    done = call(capsys, name, RANK_1, *options)
+    assert f"{RANK_1} is rank 1's own trace" in done.err
+    assert f"rank 0's, {rank_path(RANK_1.with_name('two-ranks.jsonl.zst'), 0)}" in done.err
+    told = done.out + done.err
+    for wrong in ("ends within", "cache is off", "cut short", "0 finished"):
+        assert wrong not in told
+
+
+def test_what_a_rank_computed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [r.split("\t") for r in call(capsys, "replay", RANK_1, "--plain").out.splitlines()]
+    assert [row[:8] for row in rows[1:]] == [
+        ["1", "1", "prefill", "2", "28", "", "", ""],
+        ["2", "176", "decode", "2", "2", "", "", ""],
+        ["177", "177", "decode", "1", "1", "", "", ""],
+        ["178", "256", "decode", "1", "1", "", "", ""],
+    ]
+    first = json.loads(call(capsys, "replay", RANK_1, "--json").out.splitlines()[0])
+    assert (first["scheduled"], first["waiting_len"], first["free_blocks"]) == (2, None, None)
+    assert "256 = 1 prefill + 255 decode" in call(capsys, "replay", RANK_1).out
+    stats = call(capsys, "stats", RANK_1).out
+    assert "decode      255     1.7      430" in stats
+    assert "requests" not in stats
+    assert "PREPARE_DECODE_TENSORS" in call(capsys, "at", RANK_1, "3").out
+    assert "step 3 decode" in call(capsys, "export", RANK_1, "--to", "perfetto").out
+
+
+def test_beside_rank_0s_it_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    first = RANK_1.with_name("two-ranks.jsonl.zst")
+    assert call(capsys, "replay", first).err == ""
+    warnings: list[str] = []
+    assert sum(1 for _ in read_ranks(first, warn=warnings.append)) > 1000
+    assert warnings == []
+    assert load(first).warnings == ()
+    (said,) = load(RANK_1).warnings
+    assert "is rank 1's own trace" in said
+    assert len(load(RANK_1).steps) == 256
+
+
+def test_a_rank_that_decides_as_torchruns_do_is_like_any_other(tmp_path: Path) -> None:
+    records = [*read_trace(RANK_1.with_name("example.jsonl.zst"))]
+    header = msgspec.structs.replace(cast("Header", records[0]), rank=1, world_size=2)
+    rest = [record for record in records[1:] if not isinstance(record, Header | Unknown)]
+    warnings: list[str] = []
+    assert [*read_trace(write_records(tmp_path / "t.jsonl", [header, *rest]), warn=warnings.append)]
+    assert warnings == []
 
 
 def test_older_traces_of_all_ranks_are_kept_together(tmp_path: Path) -> None:
@@ -132,7 +212,8 @@ def test_a_workers_trace_says_who_it_is_and_what_it_did_in_each_step(oracle: Ora
         told(recorder, oracle)
         # Nothing waits for a next step that may never come.
         whole = [*read_trace(io.BytesIO(file.getvalue()))]
-    records = [*read_trace(io.BytesIO(file.contents), warn=pytest.fail)]
+    blocks = read_blocks(io.BytesIO(file.contents), warn=pytest.fail, is_beside=True)
+    records = [*chain.from_iterable(blocks)]
     assert records[:-1] == whole
     header, *events, footer = records
     assert isinstance(header, Header)
@@ -169,7 +250,8 @@ def test_a_recipe_makes_the_recorder_of_any_rank(
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    header, *_, footer = read_trace(tmp_path / "trace.rank2.jsonl", warn=pytest.fail)
+    blocks = read_blocks(tmp_path / "trace.rank2.jsonl", warn=pytest.fail, is_beside=True)
+    header, *_, footer = chain.from_iterable(blocks)
     assert isinstance(header, Header)
     assert header.run_id == "the run"
     assert isinstance(footer, Footer)
@@ -342,5 +424,5 @@ def test_a_replay_shows_the_ranks(traced: Path, capsys: pytest.CaptureFixture[st
     assert all(later == earlier + 1 for earlier, later in pairwise(ids))
 
     alone = call(capsys, "replay", rank_path(traced, 1), "--lang", "en")
-    assert (alone.code, alone.err) == (0, "")
+    assert (alone.code, "rank 1's own trace" in alone.err) == (0, True)
     assert "rank 1 / 2" in alone.out

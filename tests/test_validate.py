@@ -71,7 +71,8 @@ def append_a_footer(lines: Lines) -> None:
         (drop("ts_ns"), [(21, "not_the_schema")]),
         (drop("event"), [(21, "no_event")]),
         (put(21, step="five"), [(21, "not_the_schema")]),
-        (put(21, phase="lunch"), [(21, "not_the_schema")]),
+        (put(21, phase="lunch"), []),  # a code may be any word
+        (put(21, phase=7), [(21, "not_the_schema")]),
         (put(21, event_id=7), [(21, "event_id"), (22, "event_id")]),
         (put(21, ts_ns=1), [(21, "ts_back")]),
         (lambda lines: lines.insert(20, lines[0]), [(21, "second_header")]),

@@ -86,6 +86,8 @@ def at(
     with _film(file) as film:
         name = "stdin" if file == "-" else film.path.name
         found = _look(film, name, step, moment, until, is_backwards=backwards)
+        if found.schedule is None:
+            _say_whose(film, file)
         if json:
             view.print_json(found)
         elif plain:
@@ -122,6 +124,15 @@ def _look(
     where = "" if step is None else f" {'up to' if is_backwards else 'from'} step {step}"
     say(f"{until} holds nowhere in {name}{where}")
     raise typer.Exit(_NOT_FOUND)
+
+
+def _say_whose(film: Film, file: str) -> None:
+    """Nothing was decided: perhaps since it is the trace of a rank that decides nothing."""
+    from nvtrace.reader import about_rank  # noqa: PLC0415 - --help needs no msgspec
+
+    rank = film.header.rank
+    if rank:
+        _warn(about_rank("stdin" if file == "-" else file, rank))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import typer
 
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.options import LangOption, say, words
-from nvtrace_cli.records import records_of
+from nvtrace_cli.records import records_of, saying_unknown_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,8 @@ def check(
         raise UsageError("--json and --plain are two answers to one question: give one")
     catalog = words(lang)
     with reading_bar(file, prints_meanwhile=json or plain) as bar:
-        records = records_of(file, lambda message: say(f"warning: {message}"), bar)
+        records = records_of(file, _warn, bar)
+        records = saying_unknown_codes(records, file, _warn)
         if json:
             num_findings = view.print_json(records, catalog)
         elif plain:
@@ -60,6 +61,10 @@ def check(
             num_findings = view.show(records, catalog, bar, is_all=show_all)
     if num_findings:
         raise typer.Exit(_FOUND)
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")
 
 
 CheckOption = Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nvtrace.distribution import HIGH_FACTOR, HIGH_QUARTILES
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.options import LangOption, say, words
 
@@ -50,8 +51,9 @@ def explain(
 
     A request: why it waited in each step, what it shared, when and for whom it was preempted, why
     it ended, where its time went. A step: why its batch had that size, how it ran, and whether it
-    was slow: more than 1.5 times the median of the other steps of its phase and graph size (or,
-    without a graph, number of tokens up to the next power of two).
+    was slow: more than {factor} times the median of the other steps of its phase and graph size
+    (or, without a graph, number of tokens up to the next power of two), and farther above it than
+    {quartiles} times the distance from there to their upper quartile.
 
     Data goes to stdout, messages to stderr. Exit codes: 0 explained, 2 wrong usage (no such request
     or step), 3 not a readable trace, 4 a trace newer than this nvtrace.
@@ -75,6 +77,9 @@ def explain(
         view.show_request(story, step, words(lang), has_proof=proof, is_all=show_all)
     else:
         view.show_step(story, words(lang), has_proof=proof)
+
+
+explain.__doc__ = (explain.__doc__ or "").format(factor=HIGH_FACTOR, quartiles=HIGH_QUARTILES)
 
 
 def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepStory:

@@ -79,8 +79,7 @@ def _with_batch_before(steps: Iterable[StepSummary]) -> Iterator[tuple[StepSumma
     for step in steps:
         batch_before = None
         if before and before.phase == step.phase == "decode" and not step.preempted:
-            size_before = len(before.shares)
-            batch_before = size_before if size_before != len(step.shares) else None
+            batch_before = before.scheduled if before.scheduled != step.scheduled else None
         yield step, batch_before
         before = step
 
@@ -94,7 +93,7 @@ def _is_notable(step: StepSummary) -> bool:
         or completes_prompt
         or step.phase is None
         or step.error is not None
-        or step.wall_ns is None
+        or (step.wall_ns is None and not step.is_led)
     )
 
 
@@ -106,6 +105,7 @@ def _looks_alike(before: StepSummary, step: StepSummary) -> bool:
         and not _is_notable(step)
         and step.phase == before.phase
         and step.seq_ids == before.seq_ids
+        and step.scheduled == before.scheduled
         and step.waiting == before.waiting
         and step.running == before.running
         and _stop_key(step) == _stop_key(before)

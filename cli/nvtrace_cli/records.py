@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from nvtrace.envelope import Header, Record
+
+_MOST_CODES = 10  # told of, each by itself
 
 
 def records_of(
@@ -59,6 +62,25 @@ def saying_untimed(
                     "were recorded: they take no time in it, so read no times from it"
                 )
         yield record
+
+
+def saying_unknown_codes(
+    records: Iterable[Record], file: str, warn: Callable[[str], None]
+) -> Iterator[Record]:
+    """Pass records on; at their end, warn of codes whose meaning is not known here."""
+    from nvtrace.events import Event, tag_of, unknown_codes  # noqa: PLC0415 - needs msgspec
+
+    found: Counter[tuple[str, str, str]] = Counter()
+    for record in records:
+        if isinstance(record, Event):
+            for field, code in unknown_codes(record).items():
+                found[tag_of(record), field, code if len(found) < _MOST_CODES else "..."] += 1
+        yield record
+    for (tag, field, code), number in found.items():
+        warn(
+            f"{file}: {field} is {code!r} in {number:,} events {tag}: nvtrace does not know this "
+            "code, and has not checked what it decides"
+        )
 
 
 def records_of_first_rank(

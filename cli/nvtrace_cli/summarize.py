@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header
+from nvtrace.explain.follower import whole_need
 from nvtrace.replay import InconsistentTraceError, fold_steps
 from nvtrace_cli.summary import PageCounts, PhaseSum, RequestSummary, RunSummary, Share, StepSummary
 
@@ -186,18 +187,22 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
     _note_requests(step.before, run)
     _note_requests(step.events, run)
     transitions = [event for event in step.events if isinstance(event, ev.StateTransition)]
-    admitted = tuple(event.seq_id for event in transitions if event.reason == "admitted")
+    admitted = tuple(event.seq_id for event in transitions if event.status == "RUNNING")
     shares = common(_shares(step, frozenset(admitted), common))
     for share in shares:
         if share.seq_id in admitted and not share.is_recompute:
             run.requests[share.seq_id].num_cached_tokens = share.num_cached
     schedule, end, state = step.schedule, step.end, step.state
+    is_led = schedule is None and run.header.rank > 0
+    phase, num_seqs, num_tokens = _computed(step.events) if is_led else (None, 0, 0)
     return StepSummary(
         index=step.index,
-        phase=None if schedule is None else _phase(schedule),
+        phase=phase if schedule is None else _phase(schedule),
         reason=None if schedule is None else schedule.reason,
         shares=shares,
-        num_batched_tokens=sum(share.num_tokens for share in shares),
+        num_batched_tokens=getattr(
+            schedule, "num_batched_tokens", sum(share.num_tokens for share in shares) or num_tokens
+        ),
         waiting_len=len(state.waiting) if schedule is None else schedule.waiting_len,
         running_len=len(state.running) if schedule is None else schedule.running_len,
         free_blocks=len(state.free_blocks) if schedule is None else schedule.free_blocks,
@@ -217,7 +222,44 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
         start_ns=step.events[0].ts_ns,
         end_ns=step.events[-1].ts_ns,
         wall_ns=None if end is None else end.wall_ns,
+        is_led=is_led,
+        scheduled=num_seqs if schedule is None else schedule.scheduled,
+        num_blocks_held=_held_by_preempted(step.events),
+        stop_whole=next(
+            (
+                whole_need(event, state)
+                for event in step.events
+                if isinstance(event, ev.AdmissionStop)
+            ),
+            None,
+        ),
     )
+
+
+def _computed(events: list[ev.Event]) -> tuple[Phase | None, int, int]:
+    """What a rank says that is told what to compute: the phase, the sequences, the tokens."""
+    phase: Phase | None = None
+    num_seqs = num_tokens = 0
+    for event in events:
+        match event:
+            case ev.PreparePrefillTensors():
+                phase, num_seqs, num_tokens = "prefill", event.n_seqs, event.flat_tokens
+            case ev.PrepareDecodeTensors():
+                phase, num_seqs, num_tokens = "decode", event.batch_size, event.batch_size
+            case ev.RunEager(reason="mixed"):
+                phase = "mixed"
+    return phase, num_seqs, num_tokens
+
+
+def _held_by_preempted(events: list[ev.Event]) -> tuple[int, ...]:
+    held: dict[int, int] = {}
+    found = []
+    for event in events:
+        if isinstance(event, ev.BlocksRelease):
+            held |= dict(zip(event.seq_ids, map(len, event.block_ids), strict=True))
+        elif isinstance(event, ev.Preempt):
+            found.append(held.get(event.seq_id, event.num_blocks_freed))
+    return tuple(found)
 
 
 def _finished(events: list[ev.Event]) -> tuple[tuple[int, str], ...]:

@@ -80,7 +80,8 @@ class StepSummary:
     """One engine step.
 
     Queues and free pages are those after the decision, as in the step's SCHEDULE_* event;
-    `waiting` and `running` are the queues at the step's end.
+    `waiting` and `running` are the queues at the step's end. A rank that another one leads knows
+    its part of the batch only: see `is_led`.
     """
 
     index: int
@@ -105,6 +106,10 @@ class StepSummary:
     start_ns: int
     end_ns: int
     wall_ns: int | None  # None: the step did not end
+    num_blocks_held: tuple[int, ...] = ()  # of each of `preempted`, before it gave way
+    is_led: bool = False  # what a rank computed that decides nothing: queues and pages are unknown
+    scheduled: int = 0  # sequences in the batch, as the schedule says
+    stop_whole: int | None = None  # what `stop` would need if the prefix cache had nothing
 
     @property
     def prefills(self) -> tuple[Share, ...]:
@@ -169,3 +174,8 @@ class RunSummary:
     last_step: int | None = None
     steps: list[StepSummary] = field(default_factory=list)
     broken: InconsistentTraceError | None = None
+
+    @property
+    def is_led(self) -> bool:
+        """Does another rank decide for this one? Then little is told. torchrun's all decide."""
+        return self.header.rank > 0 and self.ready is None

@@ -112,15 +112,22 @@ def whatif(
 
 def _run_all(
     recording: Recording, cases: list[Settings], arrivals: ArrivalsBy, out: Path | None
-) -> list[Outcome]:
-    """The unchanged run, then each case; the last of them all is kept in `out`."""
+) -> list[Outcome | None]:
+    """The unchanged run, then each case; the last of them all is kept in `out`.
+
+    None stands for the unchanged run if its policy is not there: it comes with the code that was
+    recorded.
+    """
     from nvtrace.whatif import rerun  # noqa: PLC0415 - --help needs no engine
 
     times = recording.step_times()
-    outcomes = []
+    outcomes: list[Outcome | None] = []
     runs = [recording.settings, *cases]
     for index, settings in enumerate(runs):
         is_kept = out is not None and index == len(runs) - 1
+        if not index and not is_kept and not settings.is_known:
+            outcomes.append(None)
+            continue
         sink = _open(out) if is_kept and out is not None else None
         outcome = rerun(recording, settings, times, arrivals=arrivals.value, sink=sink)
         outcomes.append(outcome)

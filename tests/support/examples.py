@@ -6,7 +6,7 @@ Knows the structs alone; no engine runs for it, so its story makes no sense.
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -23,8 +23,8 @@ def example_of(cls: type[ev.Event], event_id: int = 1) -> ev.Event:
 
 def _plain(kind: Any) -> object:  # noqa: ANN401 - a type, as annotations have it
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return args[0]
+    if known := ev.codes_of(kind):
+        return known[0]
     if origin is UnionType:
         return _plain(args[0])
     if origin is tuple:

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from typing_extensions import override
@@ -283,8 +283,8 @@ def _renumbered(records: list[Record]) -> list[Record]:
 
 
 def _other(value: Any, kind: Any, random: Random) -> Any:  # noqa: ANN401, PLR0911 - of any field
-    if get_origin(kind) is Literal:
-        return random.choice([code for code in get_args(kind) if code != value] or [value])
+    if known := ev.codes_of(kind):
+        return random.choice([code for code in known if code != value] or [value])
     match value:
         case None:
             return [1] if "list" in str(kind) else "x" if "str" in str(kind) else 1

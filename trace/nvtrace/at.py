@@ -1,7 +1,8 @@
 """At: an engine's whole state at one moment of its trace, and the search for a moment.
 
 Each step has two moments: after its schedule, when it is known what will be computed, and at its
-end, when all of it is. Knows how to stop the fold there, and what goes into the step's tensors.
+end, when all of it is. Knows how to stop the fold there, and what goes into the step's tensors: by
+the tables, and as the trace says it (`claims.py`).
 Does not know what an event does to a state (`replay.py`), how a condition is spelt (`query.py`) or
 where a fold can begin (`snapshots.py`).
 """
@@ -9,10 +10,11 @@ where a fold can begin (`snapshots.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
+from nvtrace.claims import LAYOUTS, Claim, Layout, claims_of
 from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.replay import InconsistentTraceError, State
 
@@ -72,6 +74,11 @@ class Inputs:
         return self.cu_seqlens_q[-1]
 
     @property
+    def lengths(self) -> list[int]:
+        """(num_seqs,) number of new tokens."""
+        return [end - start for start, end in pairwise(self.cu_seqlens_q)]
+
+    @property
     def cu_seqlens_k(self) -> tuple[int, ...]:
         """(num_seqs + 1,) cumulative context lengths."""
         return tuple(accumulate(self.context_lens, initial=0))
@@ -88,6 +95,9 @@ class Moment:
             Requests that ended in steps before are left out.
         schedule: what was decided; None if the step broke off before.
         inputs: what goes into the step; None if nobody asked for it, or nothing was decided.
+        layout: the event that says how the batch was laid out; None as `inputs`, or if there is
+            none.
+        claims: what the step's events so far (and `layout`) say of what follows from others.
         news: events since the moment before.
     """
 
@@ -96,6 +106,8 @@ class Moment:
     state: State
     schedule: Schedule | None
     inputs: Inputs | None
+    layout: Layout | None
+    claims: list[Claim]
     news: list[ev.Event]
 
 
@@ -104,6 +116,9 @@ class _Step:
     index: int
     schedule: Schedule | None = None
     inputs: Inputs | None = None
+    layout: Layout | None = None
+    claims: list[Claim] = field(default_factory=list)
+    is_held: bool = False  # its schedule was not told of yet: the next event is how it is laid out
     ended: list[int] = field(default_factory=list)
 
 
@@ -127,9 +142,11 @@ def moments(
     state = State() if state is None else state
     step, is_open = _Step(state.engine_step), False  # the one before the first
     news: list[ev.Event] = []
-    for record in records:
-        if isinstance(record, _NO_EVENTS):
-            continue
+    for record in _events_of(records):
+        if step.is_held:
+            _note_layout(step, record, state)
+            yield _moment(step, "schedule", state, news)
+            news = []
         if is_open and record.step != step.index:
             yield _moment(step, "end", state, news)
             _forget_ended(step, state)
@@ -143,17 +160,38 @@ def moments(
             if record.step <= step.index:
                 raise InconsistentTraceError(f"step {record.step} comes after step {step.index}")
             step, is_open = _Step(record.step, ended=step.ended), True
-        if isinstance(record, Schedule):
-            step.schedule = record
-            step.inputs = inputs_at(state, record) if inputs_of == step.index else None
-            yield _moment(step, "schedule", state, news)
-            news = []
+        _note(step, record, state, inputs_of)
+    if step.is_held:
+        yield _moment(step, "schedule", state, news)
+        news = []
     if is_open or (news and step.index):
         yield _moment(step, "end", state, news)
 
 
+def _events_of(records: Iterable[Record]) -> Iterator[ev.AnyEvent]:
+    return (record for record in records if not isinstance(record, _NO_EVENTS))
+
+
+def _note(step: _Step, record: ev.Event, state: State, inputs_of: int | None) -> None:
+    """Note what an event of the step decides or says; how it is laid out was noted before."""
+    if isinstance(record, Schedule):
+        step.schedule, step.is_held = record, True
+        step.inputs = inputs_at(state, record) if inputs_of == step.index else None
+    if step.inputs is not None and not isinstance(record, LAYOUTS):
+        step.claims += claims_of(record, state, step.inputs)
+
+
 def _moment(step: _Step, point: Point, state: State, news: list[ev.Event]) -> Moment:
-    return Moment(step.index, point, state, step.schedule, step.inputs, news)
+    step.is_held = False
+    layout, claims = step.layout, step.claims
+    return Moment(step.index, point, state, step.schedule, step.inputs, layout, claims, news)
+
+
+def _note_layout(step: _Step, record: ev.Event, state: State) -> None:
+    """Note how the batch was laid out, if that is what comes next. No state changes by it."""
+    if step.inputs is not None and isinstance(record, LAYOUTS) and record.step == step.index:
+        step.layout = record
+        step.claims += claims_of(record, state, step.inputs)
 
 
 def _ended_by(record: ev.Event) -> list[int]:

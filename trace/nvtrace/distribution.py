@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+HIGH_FACTOR = 1.2
+HIGH_QUARTILES = 5
 _MOST_VALUES = 50_000
 _KEPT_BITS = 10
 
@@ -70,6 +72,18 @@ class Distribution:
         )
         mean = self._sum / self._count
         return Spread(self._count, mean, self._min, p50, p90, p95, p99, self._max)
+
+    def usual_limit(self) -> float | None:
+        """The most that is usual: a value beyond it stands out from these; None if there are none.
+
+        It is the median times HIGH_FACTOR, or, where the values differ much among themselves, the
+        median and HIGH_QUARTILES times the distance from there to the upper quartile.
+        """
+        if not self._count:
+            return None
+        values = sorted(self._counts.items())
+        p50, p75 = (self._percentile(values, percent) for percent in (50, 75))
+        return max(HIGH_FACTOR * p50, p50 + HIGH_QUARTILES * (p75 - p50))
 
     def _percentile(self, values: list[tuple[int, int]], percent: int) -> float:
         """The value at a place between the first (0 %) and the last (100 %) of all, sorted."""

@@ -14,11 +14,11 @@ major version is refused.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,7 +68,7 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 
     event_id: int
     num_events: int
-    exit: Literal["ok", "error", "interrupted"]
+    exit: Annotated[str, codes("ok", "error", "interrupted")]
     error_type: str | None = None
 
 

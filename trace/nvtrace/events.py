@@ -4,20 +4,36 @@ These structs *are* the trace format: the reader decodes into them, the JSON Sch
 page of events are generated from them. They hold facts and reason codes, no prose; the words for
 both live in `catalog/`. Knows nothing of the engine, of files or of terminals.
 
+A code (a reason, a phase, a status) that is not known here is read and shown as it is: whoever adds
+a policy has reasons of its own. Only what a known code would decide is left out then.
+
 Rules for changing them: a new field has a default, a field never changes its meaning, and a change
 that an old reader would misread raises the major version in `envelope.py`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
 
-Phase = Literal[
-    "bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"
+
+def codes(*known: str) -> msgspec.Meta:
+    """The codes of a field that are known here. Another engine, or policy, may say others."""
+    return msgspec.Meta(examples=[*known])
+
+
+def codes_of(annotation: Any) -> tuple[str, ...]:  # noqa: ANN401 - any annotation
+    """The known codes of a field of this annotation; none for a field that holds no codes."""
+    marks = getattr(annotation, "__metadata__", ())
+    return tuple(code for mark in marks for code in mark.examples or ())
+
+
+Phase = Annotated[
+    str,
+    codes("bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"),
 ]  # the article's words
-Status = Literal["WAITING", "RUNNING", "FINISHED"]
+Status = Annotated[str, codes("WAITING", "RUNNING", "FINISHED")]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
@@ -47,17 +63,20 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
     device: str
     dtype: str
     attention_backend: str
-    attention_reason: Literal[
-        "asked",
-        "first_choice",
-        "no_gpu",
-        "gpu_too_old",
-        "flash_attn_missing",
-        "triton_missing",
-        "needs_16_bit",
-        "needs_pages_of_256",
-        "head_dim_unsupported",
-        "not_recorded",
+    attention_reason: Annotated[
+        str,
+        codes(
+            "asked",
+            "first_choice",
+            "no_gpu",
+            "gpu_too_old",
+            "flash_attn_missing",
+            "triton_missing",
+            "needs_16_bit",
+            "needs_pages_of_256",
+            "head_dim_unsupported",
+            "not_recorded",
+        ),
     ] = "not_recorded"
     fused_kernels: bool = False
     enforce_eager: bool
@@ -105,7 +124,7 @@ class WarmupModel(Event, frozen=True, kw_only=True, tag="WARMUP_MODEL"):
 class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE"):
     """The number of KV pages was worked out."""
 
-    rule: Literal["cpu_bounded", "gpu_measured", "given"]
+    rule: Annotated[str, codes("cpu_bounded", "gpu_measured", "given")]
     total_bytes: int
     free_bytes: int
     used_bytes: int
@@ -155,8 +174,9 @@ class CudagraphCapture(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_CAPTURE"
 class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
     """No CUDA graphs are used."""
 
-    reason: Literal[
-        "enforce_eager", "device_has_no_graphs", "no_fused_kernels", "backend_reads_back"
+    reason: Annotated[
+        str,
+        codes("enforce_eager", "device_has_no_graphs", "no_fused_kernels", "backend_reads_back"),
     ]
 
 
@@ -177,7 +197,7 @@ class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
 class GenerateStart(Event, frozen=True, kw_only=True, tag="GENERATE_START"):
     """`generate` or `stream` was called."""
 
-    reason: Literal["batch_submitted"] = "batch_submitted"
+    reason: Annotated[str, codes("batch_submitted")] = "batch_submitted"
     n_prompts: int
 
     log_fields = ("n_prompts",)
@@ -186,7 +206,7 @@ class GenerateStart(Event, frozen=True, kw_only=True, tag="GENERATE_START"):
 class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
     """A request joined the waiting queue's tail."""
 
-    reason: Literal["new_request"] = "new_request"
+    reason: Annotated[str, codes("new_request")] = "new_request"
     seq_id: int
     prompt_len: int
     max_tokens: int
@@ -207,7 +227,7 @@ class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
 class RequestRefused(Event, frozen=True, kw_only=True, tag="REQUEST_REFUSED"):
     """A request that could never finish was turned away."""
 
-    reason: Literal["prompt_too_long", "never_fits"]
+    reason: Annotated[str, codes("prompt_too_long", "never_fits")]
     prompt_len: int
     need: int
     have: int
@@ -230,7 +250,7 @@ class RequestAbort(Event, frozen=True, kw_only=True, tag="REQUEST_ABORT"):
 class SchedulePrefill(Event, frozen=True, kw_only=True, tag="SCHEDULE_PREFILL"):
     """This step computes prompts."""
 
-    reason: Literal["waiting_admissible", "chunk_continues"]
+    reason: Annotated[str, codes("waiting_admissible", "chunk_continues")]
     engine_step: int
     scheduled: int
     seq_ids: list[int]
@@ -249,7 +269,7 @@ class SchedulePrefill(Event, frozen=True, kw_only=True, tag="SCHEDULE_PREFILL"):
 class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
     """This step computes one token for each running sequence."""
 
-    reason: Literal["no_prefill_admissible", "decodes_first", "static_batch"]
+    reason: Annotated[str, codes("no_prefill_admissible", "decodes_first", "static_batch")]
     engine_step: int
     decode_step_index: int
     scheduled: int
@@ -265,7 +285,7 @@ class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
 class ScheduleMixed(Event, frozen=True, kw_only=True, tag="SCHEDULE_MIXED"):
     """This step computes one token for running sequences, and prompts beside them."""
 
-    reason: Literal["budget_left_for_prefill"] = "budget_left_for_prefill"
+    reason: Annotated[str, codes("budget_left_for_prefill")] = "budget_left_for_prefill"
     engine_step: int
     scheduled: int
     num_decodes: int
@@ -286,7 +306,9 @@ class ScheduleMixed(Event, frozen=True, kw_only=True, tag="SCHEDULE_MIXED"):
 class AdmissionStop(Event, frozen=True, kw_only=True, tag="ADMISSION_STOP"):
     """The waiting queue's head had to wait, and everybody behind it."""
 
-    reason: Literal["token_budget", "no_blocks", "max_num_seqs", "chunk_not_first", "static_batch"]
+    reason: Annotated[
+        str, codes("token_budget", "no_blocks", "max_num_seqs", "chunk_not_first", "static_batch")
+    ]
     seq_id: int
     need: int
     have: int
@@ -309,15 +331,18 @@ class Preempt(Event, frozen=True, kw_only=True, tag="PREEMPT"):
 class StateTransition(Event, frozen=True, kw_only=True, tag="STATE_TRANSITION"):
     """A sequence changed its status, and so its queue."""
 
-    reason: Literal[
-        "admitted",
-        "preempted",
-        "eos",
-        "stop_token",
-        "stop_string",
-        "max_tokens",
-        "max_model_len",
-        "aborted",
+    reason: Annotated[
+        str,
+        codes(
+            "admitted",
+            "preempted",
+            "eos",
+            "stop_token",
+            "stop_string",
+            "max_tokens",
+            "max_model_len",
+            "aborted",
+        ),
     ]
     seq_id: int
     previous: Status
@@ -383,7 +408,7 @@ class BlocksHash(Event, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
 class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
     """Free published pages lost their contents."""
 
-    reason: Literal["page_needed", "cache_reset"] = "page_needed"
+    reason: Annotated[str, codes("page_needed", "cache_reset")] = "page_needed"
     block_ids: list[int]
     hashes: list[str]
 
@@ -443,14 +468,17 @@ class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE
 class RunEager(Event, frozen=True, kw_only=True, tag="RUN_EAGER"):
     """The model ran kernel by kernel."""
 
-    reason: Literal[
-        "prefill",
-        "mixed",
-        "enforce_eager",
-        "device_has_no_graphs",
-        "no_fused_kernels",
-        "backend_reads_back",
-        "batch_beyond_graphs",
+    reason: Annotated[
+        str,
+        codes(
+            "prefill",
+            "mixed",
+            "enforce_eager",
+            "device_has_no_graphs",
+            "no_fused_kernels",
+            "backend_reads_back",
+            "batch_beyond_graphs",
+        ),
     ]
     num_tokens: int
 
@@ -485,7 +513,7 @@ class StepEnd(Event, frozen=True, kw_only=True, tag="STEP_END"):
     device works in the background it is launch time, and `gpu_ns` is the device's.
     """
 
-    batch_phase: Literal["prefill", "decode", "mixed"]
+    batch_phase: Annotated[str, codes("prefill", "decode", "mixed")]
     num_seqs: int
     num_batched_tokens: int
     num_tokens_stat: int  # the article's: total length of a prefill's sequences; minus the batch
@@ -511,7 +539,9 @@ class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
     """An ended request's text."""
 
     seq_id: int
-    reason: Literal["eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted"]
+    reason: Annotated[
+        str, codes("eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted")
+    ]
     num_prompt_tokens: int
     num_completion_tokens: int
     text: str
@@ -522,7 +552,7 @@ class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
 class GenerateFinish(Event, frozen=True, kw_only=True, tag="GENERATE_FINISH"):
     """`generate` returns, or `stream` has come to its end."""
 
-    reason: Literal["queues_empty"] = "queues_empty"
+    reason: Annotated[str, codes("queues_empty")] = "queues_empty"
     total_steps: int
     prefill_steps: int
     decode_steps: int
@@ -598,3 +628,20 @@ def tag_of(event: Event | type[Event]) -> str:
 
 
 EVENT_TYPES: dict[str, type[Event]] = {tag_of(cls): cls for cls in get_args(AnyEvent)}
+_CODES = {
+    cls: [
+        (field.name, frozenset(known))
+        for field in msgspec.structs.fields(cls)
+        if (known := codes_of(field.type))
+    ]
+    for cls in EVENT_TYPES.values()
+}
+
+
+def unknown_codes(event: Event) -> dict[str, str]:
+    """The event's fields that hold a code which is not known here, and that code."""
+    return {
+        name: code
+        for name, known in _CODES[type(event)]
+        if (code := getattr(event, name)) not in known
+    }

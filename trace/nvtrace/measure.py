@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvtrace import events as ev
 from nvtrace.distribution import Distribution
+from nvtrace.envelope import Header
 from nvtrace.metrics import PhaseMetrics, RequestMetrics, RunMetrics
 from nvtrace.replay import InconsistentTraceError
 
@@ -118,6 +119,7 @@ class Measure:
         self._distributions = {name: Distribution() for name in names}
         self._token_budget: int | None = None
         self._has_prefix_cache = False
+        self._is_led = False  # by another rank, which decides for it
         self._first_arrival_ns: int | None = None
         self._last_end_ns = 0
         self._num_schedules = self._sum_blocks_used = 0
@@ -159,6 +161,23 @@ class Measure:
             mean_blocks_used=self._sum_blocks_used / num_schedules if num_schedules else None,
         )
 
+    def _header(self, header: Header) -> None:
+        self._is_led = header.rank > 0
+
+    def _layout(self, event: ev.PreparePrefillTensors | ev.PrepareDecodeTensors) -> None:
+        """Of a rank that decides nothing this is all that tells of a step."""
+        if not self._is_led:
+            return
+        if isinstance(event, ev.PrepareDecodeTensors):
+            kind, num_seqs, num_tokens = "decode", event.batch_size, event.batch_size
+            self._sums.largest_batch = max(self._sums.largest_batch, num_seqs)
+        else:
+            kind, num_seqs, num_tokens = "prefill", event.n_seqs, event.flat_tokens
+        before = self._phases.get(kind, PhaseMetrics())
+        self._phases[kind] = PhaseMetrics(
+            before.num_steps + 1, before.num_seqs + num_seqs, before.num_tokens + num_tokens
+        )
+
     # -- arrivals --------------------------------------------------------------------------------
 
     def _engine_init(self, event: ev.EngineInit) -> None:
@@ -167,6 +186,7 @@ class Measure:
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
         self._sums.num_blocks = event.num_kvcache_blocks
+        self._is_led = False
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
         self._sums.num_requests += 1
@@ -188,6 +208,8 @@ class Measure:
             life.resume(event.ts_ns)
         elif event.status == "WAITING":
             life.preempted_at_ns = event.ts_ns
+        elif event.status != "FINISHED":
+            return None
         elif event.step is None:  # aborted between two steps
             return self._end([event.seq_id], event.ts_ns, event.reason)
         else:
@@ -294,6 +316,9 @@ class Measure:
         return ended
 
     _handlers: ClassVar[dict[type, Callable[[Measure, Any], list[RequestMetrics] | None]]] = {
+        Header: _header,
+        ev.PreparePrefillTensors: _layout,
+        ev.PrepareDecodeTensors: _layout,
         ev.EngineInit: _engine_init,
         ev.EngineReady: _engine_ready,
         ev.RequestEnqueue: _request_enqueue,

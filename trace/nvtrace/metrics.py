@@ -21,6 +21,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from nvtrace import events as ev
     from nvtrace.distribution import Spread
 
 _NS_PER_S = 1e9
@@ -303,3 +306,30 @@ def metric_names(cls: type[RequestMetrics | RunMetrics]) -> list[str]:
 def facts(metrics: RequestMetrics | RunMetrics) -> dict[str, object]:
     """All metrics of a record by their names."""
     return {name: getattr(metrics, name) for name in metric_names(type(metrics))}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """Requests that were refused for one reason.
+
+    Attributes:
+        reason: REQUEST_REFUSED's.
+        count: how many.
+        least_need, most_need: what they need: pages, or tokens for "prompt_too_long".
+        have: what there is of it.
+    """
+
+    reason: str
+    count: int
+    least_need: int
+    most_need: int
+    have: int
+
+
+def refusals_of(events: Iterable[ev.RequestRefused]) -> Iterator[Refusals]:
+    """Refusals, those for one reason together."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        groups.setdefault((event.reason, event.have), []).append(event.need)
+    for (reason, have), needs in groups.items():
+        yield Refusals(reason, len(needs), min(needs), max(needs), have)

@@ -14,14 +14,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import msgspec
 
 from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.envelope import VERSION, Footer, Header
-from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes_of
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
         return "None"
     if annotation is Any:
         return "any"
-    if origin is Literal:
-        return " | ".join(f'"{code}"' for code in arguments)
+    if codes := codes_of(annotation):
+        return " | ".join(f'"{code}"' for code in codes)
     if origin in {Union, UnionType}:
         return " | ".join(map(type_name, arguments))
     if origin is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+_STATUSES = {*ev.codes_of(ev.Status)}
 _MOST_BLOCKS = 2**24  # a pool of that many would take gigabytes to rebuild
 
 
@@ -128,16 +129,21 @@ class State:
 
     def _state_transition(self, event: ev.StateTransition) -> None:
         seq = self.sequences[event.seq_id]
-        (self.waiting if event.previous == "WAITING" else self.running).remove(event.seq_id)
+        if {seq.status, event.previous} <= _STATUSES:
+            (self.waiting if event.previous == "WAITING" else self.running).remove(event.seq_id)
+        else:  # of a status that is not known here only the events after it tell more
+            for queue in (self.waiting, self.running):
+                queue[:] = [seq_id for seq_id in queue if seq_id != event.seq_id]
         seq.status = event.status
-        if event.status == "RUNNING":
-            self.running.append(event.seq_id)
-            seq.num_prefill_tokens = len(seq.token_ids)
-        elif event.status == "WAITING":
-            self.waiting.insert(0, event.seq_id)
-            seq.num_preemptions += 1
-        else:
-            seq.finish_reason = event.reason
+        match event.status:
+            case "RUNNING":
+                self.running.append(event.seq_id)
+                seq.num_prefill_tokens = len(seq.token_ids)
+            case "WAITING":
+                self.waiting.insert(0, event.seq_id)
+                seq.num_preemptions += 1
+            case "FINISHED":
+                seq.finish_reason = event.reason
 
     # -- pages -----------------------------------------------------------------------------------
 

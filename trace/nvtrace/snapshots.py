@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 from io import BufferedReader, FileIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from typing_extensions import override
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from nvtrace.at import Moment, Point
-    from nvtrace.envelope import Record
+    from nvtrace.envelope import Header, Record
     from nvtrace.query import Condition
 
 SPACING_BYTES = 4 * 2**20
@@ -218,6 +218,11 @@ class Film:
             if hit is not None:
                 return hit
         return None
+
+    @property
+    def header(self) -> Header:
+        """The trace's header."""
+        return cast("Header", next(read_trace(self.path)))
 
     # -- segments: from one entrance to the next -------------------------------------------------
 

@@ -7,13 +7,16 @@ Knows tables, and in which order a state is told. Does not know how it was found
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from nvtrace import events as ev
+from nvtrace.claims import said_slots
 from nvtrace_cli.views.console import glyphs, make_console
+from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.pool_map import pool_legend, pool_map
 from nvtrace_cli.views.prose import Prose
@@ -27,12 +30,14 @@ if TYPE_CHECKING:
 
     from nvtrace.at import Inputs, Moment, SlotRun
     from nvtrace.catalog import Catalog
+    from nvtrace.claims import Claim, Layout
     from nvtrace.replay import SequenceState, State
 
 _NOTHING = "-"
 _MOST_IDS = 16
 _MOST_QUEUED = 64
 _MOST_RUNS = 24
+_LONGEST_VALUE = 40
 _REQUEST_COLUMNS = (
     *("seq_id", "status", "finish_reason", "num_prompt_tokens", "num_completion_tokens"),
     *("max_tokens", "num_computed_tokens", "num_cached_tokens", "num_preemptions", "block_table"),
@@ -46,7 +51,11 @@ def print_json(moment: Moment) -> None:
 
 
 def moment_object(moment: Moment) -> dict[str, Any]:
-    """A moment's facts; pages that are free and empty have no entry among `blocks`."""
+    """A moment's facts; pages that are free and empty have no entry among `blocks`.
+
+    `inputs` is as the trace says it, and what it does not say is worked out. `differs` has all that
+    the step's events say otherwise than the events before them lead to.
+    """
     state, inputs = moment.state, moment.inputs
     return {
         "engine_step": moment.step,
@@ -69,7 +78,8 @@ def moment_object(moment: Moment) -> dict[str, Any]:
                 if refs or block in state.block_hashes
             ],
         },
-        "inputs": None if inputs is None else _inputs_object(inputs),
+        "inputs": None if inputs is None else _inputs_object(inputs, moment.layout),
+        "differs": [claim for claim in moment.claims if not claim.holds],
         "events": [ev.tag_of(event) for event in moment.news],
     }
 
@@ -90,9 +100,9 @@ def _request_object(seq: SequenceState) -> dict[str, Any]:
     }
 
 
-def _inputs_object(inputs: Inputs) -> dict[str, Any]:
+def _inputs_object(inputs: Inputs, layout: Layout | None) -> dict[str, Any]:
     runs = inputs.runs
-    return {
+    worked_out = {
         "num_tokens": inputs.num_tokens,
         "input_ids": [token_id for run in runs for token_id in run.token_ids],
         "positions": [p for run in runs for p in range(run.first_position, run.last_position + 1)],
@@ -100,12 +110,18 @@ def _inputs_object(inputs: Inputs) -> dict[str, Any]:
         "cu_seqlens_q": inputs.cu_seqlens_q,
         "cu_seqlens_k": inputs.cu_seqlens_k,
         "context_lens": inputs.context_lens,
-        "runs": runs,
     }
+    slots = said_slots(layout, inputs.num_tokens)
+    said = {name: getattr(layout, name, value) for name, value in worked_out.items()}
+    return said | ({} if slots is None else {"slot_mapping": slots}) | {"runs": runs}
 
 
 def print_plain(moment: Moment) -> None:
-    """Four tables with tabs, an empty line between two: the state, requests, pages, inputs."""
+    """Five tables with tabs, an empty line between two.
+
+    The state, requests, pages, inputs (by the block tables, and where the trace says that each run
+    goes), and what the trace says otherwise than follows from its events.
+    """
     state = moment.state
     _print_row("engine_step", moment.step)
     _print_row("moment", moment.point)
@@ -126,10 +142,17 @@ def print_plain(moment: Moment) -> None:
         if refs or block in state.block_hashes:
             _print_row(block, refs, state.block_hashes.get(block, ""))
     _print_line("")
-    _print_row("seq_id", "first_position", "last_position", "block_id", "first_slot", "last_slot")
-    for run in () if moment.inputs is None else moment.inputs.runs:
-        positions = (run.first_position, run.last_position)
-        _print_row(run.seq_id, *positions, run.block_id, run.first_slot, run.last_slot)
+    positions, slots = ("first_position", "last_position"), ("first_slot", "last_slot")
+    _print_row("seq_id", *positions, "block_id", *slots, "said_slots")
+    for run, said in _runs_as_said(moment):
+        place = (run.first_position, run.last_position, run.block_id)
+        _print_row(run.seq_id, *place, run.first_slot, run.last_slot, said or "")
+    _print_line("")
+    _print_row("event_id", "event", "field", "said", "follows")
+    for claim in moment.claims:
+        if not claim.holds:
+            values = map(json_line, (claim.said, claim.follows))
+            _print_row(claim.event_id, claim.event, claim.field, *values)
 
 
 def _plain(value: object) -> str:
@@ -169,6 +192,9 @@ def state_parts(
     """
     state = moment.state
     yield _heading(moment, name, catalog)
+    if moment.schedule is None:  # what there is instead
+        for event in moment.news:
+            yield Prose((log_line(event, catalog), ""))
     yield _queues(moment, catalog)
     requests = _requests(moment)
     if requests:
@@ -185,7 +211,10 @@ def state_parts(
         yield pool_legend(state, catalog, console)
     if moment.inputs is not None:
         yield Text()
-        yield from _inputs(moment.inputs, state.block_size, catalog, console)
+        yield from _inputs(moment, moment.inputs, catalog, console)
+    for claim in moment.claims:
+        if not claim.holds:
+            yield Prose((_difference(claim, catalog), "error"))
 
 
 def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
@@ -193,7 +222,7 @@ def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
     phase, schedule = phase_of(moment), moment.schedule
     if schedule is None or phase is None:
         return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
-    reason = catalog.reason(ev.tag_of(schedule), schedule.reason)
+    reason = escape(catalog.reason(ev.tag_of(schedule), schedule.reason))
     chosen = catalog.ui("explain_chosen", phase=phase, reason=reason)
     return Prose((where, "heading"), (chosen, phase))
 
@@ -232,7 +261,7 @@ def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) 
         status = seq.finish_reason or seq.status
         table.add_row(
             Text(str(seq.seq_id)),
-            Text(escape(status), style=_STATUS_STYLES[seq.status]),
+            Text(escape(status), style=_STATUS_STYLES.get(seq.status, "")),
             Text(count(seq.prompt_len)),
             Text(f"{seq.num_completion_tokens}/{seq.max_tokens}"),
             Text(count(seq.num_computed_tokens)),
@@ -242,8 +271,38 @@ def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) 
     return table
 
 
+def _difference(claim: Claim, catalog: Catalog) -> str:
+    """What is said and what follows; of lists of one length, the first that is not the same."""
+    name, said, follows = claim.field, claim.said, claim.follows
+    if isinstance(said, list) and isinstance(follows, list) and len(said) == len(follows):
+        pairs = enumerate(zip(said, follows, strict=True))
+        place, (said, follows) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        name = f"{name}[{place}]"
+    said, follows = (shorten(json_line(value), _LONGEST_VALUE) for value in (said, follows))
+    return catalog.ui("at_differs", event=claim.event, name=name, said=said, follows=follows)
+
+
+def _runs_as_said(moment: Moment) -> Iterator[tuple[SlotRun, str | None]]:
+    """Each run of the batch, and the slots that the trace gives it; None if it does not say."""
+    inputs = moment.inputs
+    if inputs is None:
+        return
+    slots, place = said_slots(moment.layout, inputs.num_tokens), 0
+    for run in inputs.runs:
+        after = place + len(run.token_ids)
+        yield run, None if slots is None else _slots(slots[place:after])
+        place = after
+
+
+def _slots(slots: list[int]) -> str:
+    """As "773", "0..10"; any others one by one."""
+    if slots == [*range(slots[0], slots[0] + len(slots))]:
+        return _range(slots[0], slots[-1])
+    return ids(slots, _MOST_IDS)
+
+
 def _inputs(
-    inputs: Inputs, block_size: int, catalog: Catalog, console: Console
+    moment: Moment, inputs: Inputs, catalog: Catalog, console: Console
 ) -> Iterator[RenderableType]:
     title = catalog.ui("at_inputs_title", num_tokens=count(inputs.num_tokens))
     yield Prose((title, "heading"))
@@ -255,21 +314,24 @@ def _inputs(
         words=("input_ids", "page", "slots"),
     )
     times = glyphs(console).times
-    for run in inputs.runs[:_MOST_RUNS]:
+    for run, said in islice(_runs_as_said(moment), _MOST_RUNS):
+        slots = Text(_arithmetic(run, moment.state.block_size, times))
+        if said not in {None, _range(run.first_slot, run.last_slot)}:
+            slots = Text(f"{slots}; {catalog.ui('at_said', slots=said)}", style="error")
         tokens = " ".join(map(str, run.token_ids[:_MOST_IDS]))
         table.add_row(
             Text(str(run.seq_id)),
             Text(_range(run.first_position, run.last_position)),
             Text(shorten(tokens, max(console.width - 62, 8)), style="quiet"),
             Text(f"[{run.block_index}] = {run.block_id}"),
-            Text(_arithmetic(run, block_size, times)),
+            slots,
         )
     yield table
     if len(inputs.runs) > _MOST_RUNS:
         rest = catalog.ui("at_more", count=count(len(inputs.runs) - _MOST_RUNS))
         yield Prose((rest, "quiet"))
     for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
-        numbers = ", ".join(map(str, getattr(inputs, name)))
+        numbers = ", ".join(map(str, getattr(moment.layout, name, getattr(inputs, name))))
         yield Text(shorten(f"{name:<12}  {numbers}", console.width), style="quiet")
 
 
@@ -289,10 +351,14 @@ def _range(first: int, last: int) -> str:
 
 
 def _requests(moment: Moment) -> list[SequenceState]:
-    """Those that run and those that wait, in order; then those that ended since the step before."""
+    """Those that run and those that wait, in order; then those that ended since the step before.
+
+    (And those of a status that is not known here: they are in no queue.)
+    """
     state: State = moment.state
-    queued = [state.sequences[seq_id] for seq_id in (*state.running, *state.waiting)]
-    return queued + [seq for seq in state.sequences.values() if seq.status == "FINISHED"]
+    queued = dict.fromkeys((*state.running, *state.waiting))
+    others = (seq_id for seq_id in state.sequences if seq_id not in queued)
+    return [state.sequences[seq_id] for seq_id in (*queued, *others)]
 
 
 def phase_of(moment: Moment) -> str | None:

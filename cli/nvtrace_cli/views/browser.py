@@ -250,7 +250,7 @@ class Screen:
         """An event as its line in the log, without what the frame says anyway."""
         event = look.events[place]
         line = log_line(event, self._catalog).removeprefix("TEACHING/")
-        line = line.replace(f" | phase={event.phase}", "", 1)
+        line = line.replace(f" | phase={escape(event.phase)}", "", 1)
         text = Text(line, no_wrap=True, overflow="ellipsis")
         if place >= look.num_done:
             text.stylize("quiet")

@@ -38,7 +38,7 @@ def step_note(link: links.Link, catalog: Catalog) -> Note:
 
 def _style(link: links.Link) -> str:
     if isinstance(link, links.Chosen):
-        return link.phase
+        return link.phase if link.phase in _SCHEDULES else ""
     if isinstance(link, links.Paced):
         return "warning" if link.is_slow else ""
     return _STYLES.get(type(link), "")
@@ -56,24 +56,35 @@ def _waited(link: links.Waited, catalog: Catalog) -> str:
     if link.reason is None or link.head_seq_id is None or link.need is None or link.have is None:
         return catalog.ui("explain_waited_unsaid")
     is_head = link.num_ahead == (0, 0)
-    text = _stop(link.reason, link.need, link.have, None if is_head else link.head_seq_id, catalog)
+    need = _need(link.reason, link.need, link.whole, catalog)
+    text = _stop(link.reason, need, link.have, None if is_head else link.head_seq_id, catalog)
     if link.num_ahead[1] <= 1:
         return text
     return catalog.ui("explain_ahead", text=text, count=_range(link.num_ahead, catalog))
 
 
+def _need(reason: str, need: links.Span, whole: links.Span | None, catalog: Catalog) -> str:
+    """What the queue's head needs; less than the whole of it, if the prefix cache has some."""
+    unit = _UNITS.get(reason)
+    text = _range(need, catalog) if unit is None else amount(need, unit, catalog)
+    if whole is None:
+        return text
+    less = tuple(sorted((whole[0] - need[0], whole[1] - need[1])))
+    key = "need_shared" if unit == "page" else "need_cached"
+    return catalog.ui(
+        key, need=text, whole=_range(whole, catalog), less=_range((less[0], less[1]), catalog)
+    )
+
+
 def _stop(
-    reason: str, need: links.Span, have: links.Span, head_seq_id: int | None, catalog: Catalog
+    reason: str, need: str, have: links.Span, head_seq_id: int | None, catalog: Catalog
 ) -> str:
     """Why the queue's head is not admitted; named, if it is not the one that is told of."""
-    unit = _UNITS.get(reason)
-    values = {
-        "need": _range(need, catalog) if unit is None else amount(need, unit, catalog),
-        "have": _range(have, catalog),
-    }
+    values = {"need": need, "have": _range(have, catalog), "reason": escape(reason)}
     if head_seq_id is None:
-        return catalog.ui(f"explain_waited_{reason}", **values)
-    return catalog.ui(f"explain_behind_{reason}", who=requests([head_seq_id], catalog), **values)
+        return catalog.ui_or(f"explain_waited_{reason}", "explain_waited_other", **values)
+    values["who"] = requests([head_seq_id], catalog)
+    return catalog.ui_or(f"explain_behind_{reason}", "explain_behind_other", **values)
 
 
 def _admitted(link: links.Admitted, catalog: Catalog) -> str:
@@ -122,7 +133,8 @@ def _decoded(link: links.Decoded, catalog: Catalog) -> str:
 
 
 def _idled(link: links.Idled, catalog: Catalog) -> str:
-    return catalog.ui(f"explain_idled_{link.reason}")
+    reason = escape(link.reason)
+    return catalog.ui_or(f"explain_idled_{link.reason}", "explain_idled_other", reason=reason)
 
 
 def _preempted(link: links.Preempted, catalog: Catalog) -> str:
@@ -130,10 +142,24 @@ def _preempted(link: links.Preempted, catalog: Catalog) -> str:
     text = catalog.ui(
         "explain_preempted_itself" if is_itself else "explain_preempted",
         for_whom=requests([link.for_seq_id], catalog),
-        pages=amount(link.num_blocks_freed, "page", catalog),
+        pages=_given_back(link, catalog),
         tokens=amount(link.num_tokens_to_recompute, "token", catalog),
     )
     return catalog.ui("explain_in_prefill", text=text) if link.is_prefilling else text
+
+
+def _given_back(link: links.Preempted, catalog: Catalog) -> str:
+    num_kept = link.num_blocks_held - link.num_blocks_freed
+    pages = amount(link.num_blocks_held, "page", catalog)
+    if not num_kept:
+        return pages
+    return catalog.ui(
+        "explain_kept",
+        pages=pages,
+        kept=count(num_kept),
+        who=requests(link.kept_by, catalog),
+        freed=count(link.num_blocks_freed),
+    )
 
 
 def _broken(link: links.Broken, catalog: Catalog) -> str:
@@ -150,7 +176,13 @@ def _ended(link: links.Ended, catalog: Catalog) -> str:
 
 def _unended(link: links.Unended, catalog: Catalog) -> str:
     tokens = amount(link.num_completion_tokens, "token", catalog)
-    return catalog.ui(f"explain_unended_{link.status}", tokens=tokens, limit=count(link.max_tokens))
+    return catalog.ui_or(
+        f"explain_unended_{link.status}",
+        "explain_unended_other",
+        status=escape(link.status),
+        tokens=tokens,
+        limit=count(link.max_tokens),
+    )
 
 
 def _end(reason: str, catalog: Catalog) -> str:
@@ -165,8 +197,8 @@ def _came(link: links.Came, catalog: Catalog) -> str:
 
 
 def _chosen(link: links.Chosen, catalog: Catalog) -> str:
-    reason = catalog.reason(_SCHEDULES.get(link.phase, ""), link.reason)
-    return catalog.ui("explain_chosen", phase=link.phase, reason=reason)
+    reason = escape(catalog.reason(_SCHEDULES.get(link.phase, ""), link.reason))
+    return catalog.ui("explain_chosen", phase=escape(link.phase), reason=reason)
 
 
 def _computed(link: links.Computed, catalog: Catalog) -> str:
@@ -208,7 +240,9 @@ def _aside(link: links.Aside, catalog: Catalog) -> str:
 
 
 def _stopped(link: links.Stopped, catalog: Catalog) -> str:
-    need, have = (link.need, link.need), (link.have, link.have)
+    whole = None if link.whole is None else (link.whole, link.whole)
+    need = _need(link.reason, (link.need, link.need), whole, catalog)
+    have = (link.have, link.have)
     text = _stop(link.reason, need, have, None, catalog)
     text = catalog.ui("explain_who_waits", who=requests([link.head_seq_id], catalog), text=text)
     if link.num_waiting <= 1:
@@ -217,7 +251,7 @@ def _stopped(link: links.Stopped, catalog: Catalog) -> str:
 
 
 def _eager(link: links.Eager, catalog: Catalog) -> str:
-    return catalog.ui("explain_eager", reason=catalog.reason("RUN_EAGER", link.reason))
+    return catalog.ui("explain_eager", reason=escape(catalog.reason("RUN_EAGER", link.reason)))
 
 
 def _replayed(link: links.Replayed, catalog: Catalog) -> str:
@@ -235,12 +269,13 @@ def _finished(link: links.Finished, catalog: Catalog) -> str:
 
 def _paced(link: links.Paced, catalog: Catalog) -> str:
     kind, wall = _class(link, catalog), duration(link.wall_ns)
-    if link.median_ns is None:
+    if link.median_ns is None or link.limit_ns is None:
         return catalog.ui("explain_paced_alone", wall=wall, kind=kind)
     facts = {
         "wall": wall,
         "kind": kind,
         "median": duration(link.median_ns),
+        "limit": duration(link.limit_ns),
         "count": count(link.num_others),
     }
     if not link.is_slow:
@@ -264,10 +299,10 @@ def _paced(link: links.Paced, catalog: Catalog) -> str:
 def _class(link: links.Paced, catalog: Catalog) -> str:
     if link.graph_batch_size is not None:
         rows = amount(link.graph_batch_size, "row", catalog)
-        return catalog.ui("explain_class_graph", phase=link.phase, rows=rows)
+        return catalog.ui("explain_class_graph", phase=escape(link.phase), rows=rows)
     most = link.bucket or 1
     span = amount((most // 2 + 1, most), "token", catalog)
-    return catalog.ui("explain_class_tokens", phase=link.phase, span=span)
+    return catalog.ui("explain_class_tokens", phase=escape(link.phase), span=span)
 
 
 # -- numbers and names -----------------------------------------------------------------------------

@@ -151,8 +151,10 @@ def _kv_budget(
         dtype_bytes=budget.dtype_bytes,
         block_bytes=size(budget.block_bytes),
     )
-    pages = catalog.ui(
+    pages = catalog.ui_or(
         f"header_pages_{budget.rule}",
+        "header_pages_other",
+        rule=escape(budget.rule),
         available=size(budget.available_bytes),
         block_bytes=size(budget.block_bytes),
         num_blocks=count(budget.num_blocks),
@@ -171,8 +173,10 @@ def _kv_budget(
 def _room(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> str:
     """The sum that leads to the room for pages."""
     step_bytes = (budget.peak_bytes or 0) - (budget.current_bytes or 0)
-    return catalog.ui(
+    return catalog.ui_or(
         f"header_room_sum_{budget.rule}",
+        "header_room_sum_other",
+        rule=escape(budget.rule),
         times=times,
         utilization=f"{budget.utilization:.2f}",
         total=size(budget.total_bytes),

@@ -169,7 +169,7 @@ class LineReporter:
                     max_tokens=event.max_tokens,
                 )
             case ev.RequestRefused():
-                return words.reason("REQUEST_REFUSED", event.reason)
+                return escape(words.reason("REQUEST_REFUSED", event.reason))
             case ev.StateTransition():
                 return words.ui(
                     "line_transition",
@@ -177,7 +177,7 @@ class LineReporter:
                     who=words.ui("seq", ids=event.seq_id),
                     previous=event.previous,
                     status=event.status,
-                    reason=words.reason("STATE_TRANSITION", event.reason),
+                    reason=escape(words.reason("STATE_TRANSITION", event.reason)),
                     num_tokens=event.num_completion_tokens,
                 )
             case ev.StepEnd() if event.step and event.step % _STEPS_BETWEEN_LINES == 0:

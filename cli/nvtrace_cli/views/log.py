@@ -32,8 +32,9 @@ def log_line(event: ev.Event | Unknown, catalog: Catalog, rank: int = 0) -> str:
 def _log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
     match event:
         case ev.StepEnd():
+            kind, wall_ms = escape(event.batch_phase), event.wall_ns / 1e6
             return (
-                f"step#{event.step} {event.batch_phase} done in {event.wall_ns / 1e6:.2f}ms "
+                f"step#{event.step} {kind} done in {wall_ms:.2f}ms "
                 f"num_tokens_stat={event.num_tokens_stat} finished_this_step={event.finished}"
             )
         case ev.SampleTokens():
@@ -45,12 +46,12 @@ def _log_line(event: ev.Event | Unknown, catalog: Catalog) -> str:
             facts = [(name, value) for name, value in event.fields.items() if name != "event"]
             return f"TEACHING/{escape(event.event)} | stats={_stats(facts)}"
     tag = ev.tag_of(event)
-    parts = [f"TEACHING/{tag}", f"phase={event.phase}"]
+    parts = [f"TEACHING/{tag}", f"phase={escape(event.phase)}"]
     reason = getattr(event, "reason", None)
     if reason is not None:
         parts.append(f"reason={escape(catalog.reason(tag, reason))}")
     if isinstance(event, ev.StateTransition):
-        parts.append(f"result={event.previous} -> {event.status}")
+        parts.append(f"result={escape(event.previous)} -> {escape(event.status)}")
     if event.log_fields:
         facts = [(name, getattr(event, name)) for name in event.log_fields]
         parts.append(f"stats={_stats([fact for fact in facts if fact != ('peak_gib', None)])}")

@@ -44,15 +44,14 @@ def step_object(step: StepSummary) -> dict[str, Any]:
         "engine_step": step.index,
         "phase": step.phase,
         "reason": step.reason,
-        "scheduled": len(step.shares),
+        "scheduled": step.scheduled,
         "seq_ids": step.seq_ids,
         "num_scheduled_tokens": [share.num_tokens for share in step.shares],
         "num_batched_tokens": step.num_batched_tokens,
-        "waiting_len": step.waiting_len,
-        "running_len": step.running_len,
-        "free_blocks": step.free_blocks,
-        "waiting": step.waiting,
-        "running": step.running,
+        **{
+            name: None if step.is_led else getattr(step, name)
+            for name in ("waiting_len", "running_len", "free_blocks", "waiting", "running")
+        },
         "arrived": step.arrived,
         "aborted": step.aborted,
         "admitted": step.admitted,

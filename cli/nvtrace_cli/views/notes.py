@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nvtrace.catalog import Catalog
+    from nvtrace.metrics import Refusals
     from nvtrace_cli.folding import Row
     from nvtrace_cli.summary import Share, StepSummary
 
@@ -46,7 +47,8 @@ def notes(row: Row, catalog: Catalog) -> list[Note]:
         *_pages(row, catalog),
         *_broken_off(step, catalog),
     ]
-    return found or [Note(catalog.ui("note_decode"), "quiet")]
+    quiet = "note_led" if step.is_led else "note_decode"
+    return found or [Note(catalog.ui(quiet), "quiet")]
 
 
 def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
@@ -54,6 +56,25 @@ def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
     numbers = tuple(seq_ids)
     text = catalog.ui("seq" if len(numbers) == 1 else "seqs", ids=ids(numbers))
     return text.replace(" ", NO_BREAK_SPACE)
+
+
+def why_refused(refusals: Iterable[Refusals], catalog: Catalog) -> str:
+    """What refused requests need, and what there is of it."""
+    return "; ".join(
+        catalog.ui_or(
+            f"refused_{group.reason}",
+            "refused_other",
+            reason=escape(group.reason),
+            count=count(group.count),
+            need=catalog.ui(
+                "explain_range", least=count(group.least_need), most=count(group.most_need)
+            )
+            if group.least_need < group.most_need
+            else count(group.most_need),
+            have=count(group.have),
+        )
+        for group in refusals
+    )
 
 
 def _comings_and_goings(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
@@ -65,13 +86,16 @@ def _comings_and_goings(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 
 def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
-    for event in step.preempted:
+    for event, num_held in zip(step.preempted, step.num_blocks_held, strict=True):
+        pages, kept = str(event.num_blocks_freed), num_held - event.num_blocks_freed
+        if kept:
+            pages = catalog.ui("note_kept", freed=pages, held=num_held, kept=kept)
         is_itself = event.seq_id == event.for_seq_id
         text = catalog.ui(
             "note_preempted_itself" if is_itself else "note_preempted",
             who=sequences([event.seq_id], catalog),
             for_whom=sequences([event.for_seq_id], catalog),
-            num_blocks=event.num_blocks_freed,
+            num_blocks=pages,
             num_tokens=event.num_tokens_to_recompute,
         )
         yield Note(text, "preempted")
@@ -109,7 +133,7 @@ def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
 
 def _batch_change(row: Row, catalog: Catalog) -> Iterator[Note]:
     if row.batch_before is not None:
-        after = len(row.first.shares)
+        after = row.first.scheduled
         yield Note(catalog.ui("note_batch", before=row.batch_before, after=after))
 
 
@@ -125,10 +149,16 @@ def _ends(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
 
 def _stop(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
     if step.stop is not None:
-        text = catalog.ui(
+        need, whole = str(step.stop.need), step.stop_whole
+        if whole is not None:
+            key = "need_shared" if step.stop.reason == "no_blocks" else "need_cached"
+            need = catalog.ui(key, need=need, whole=whole, less=whole - step.stop.need)
+        text = catalog.ui_or(
             f"note_stop_{step.stop.reason}",
+            "note_stop_other",
+            reason=escape(step.stop.reason),
             who=sequences([step.stop.seq_id], catalog),
-            need=step.stop.need,
+            need=need,
             have=step.stop.have,
         )
         yield Note(text, "waiting")
@@ -155,5 +185,5 @@ def _broken_off(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
         yield Note(catalog.ui("note_interrupted"), "error")
     elif step.error is not None:
         yield Note(catalog.ui("note_error", error=escape(step.error.error_type)), "error")
-    elif step.wall_ns is None:
+    elif step.wall_ns is None and not step.is_led:
         yield Note(catalog.ui("note_cut"), "error")

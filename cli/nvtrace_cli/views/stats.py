@@ -74,7 +74,7 @@ def _plain_run(run: RunMetrics) -> Iterator[str]:
         if name == "phases":
             for kind, phase in run.phases.items():
                 for part in PhaseMetrics.__dataclass_fields__:
-                    yield f"{kind}.{part}\t{_plain(getattr(phase, part))}"
+                    yield f"{escape(kind)}.{part}\t{_plain(getattr(phase, part))}"
         elif isinstance(value, Spread):
             cells = (_plain(getattr(value, column)) for column in _SPREAD_COLUMNS)
             yield "\t".join((name, "", *cells))
@@ -111,7 +111,9 @@ def show(
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="label", no_wrap=True)
     grid.add_column()
-    for label, sentence in _sentences(run, catalog):
+    is_led = bool(run.phases) and run.mean_blocks_used is None  # a rank that decides nothing
+    sentences = _machine_sentences(run, catalog) if is_led else _sentences(run, catalog)
+    for label, sentence in sentences:
         grid.add_row(Text(catalog.ui(f"stats_{label}")), Prose((sentence, "")))
     console.print(grid)
     for title, table in (
@@ -167,6 +169,14 @@ def _sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str, str]]:
             ),
         )
     yield from _machine_sentences(run, catalog)
+    yield (
+        "preemptions",
+        catalog.ui(
+            "stats_preemptions_sum",
+            count=count(run.num_preemptions),
+            num_tokens=count(run.num_recomputed_tokens),
+        ),
+    )
 
 
 def _machine_sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str, str]]:
@@ -204,14 +214,6 @@ def _machine_sentences(run: RunMetrics, catalog: Catalog) -> Iterator[tuple[str,
                 num_blocks=count(run.num_blocks),
             ),
         )
-    yield (
-        "preemptions",
-        catalog.ui(
-            "stats_preemptions_sum",
-            count=count(run.num_preemptions),
-            num_tokens=count(run.num_recomputed_tokens),
-        ),
-    )
 
 
 def _phase_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
@@ -228,8 +230,8 @@ def _phase_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
             Text(count(phase.num_steps)),
             Text(f"{phase.num_seqs / phase.num_steps:.1f}"),
             Text(count(phase.num_tokens)),
-            Text(duration(phase.wall_ns)),
-            Text(duration(phase.wall_ns / phase.num_steps)),
+            _time(phase.wall_ns or None),
+            _time(phase.wall_ns / phase.num_steps or None),
             _time(None if phase.gpu_ns is None else phase.gpu_ns / phase.num_steps),
         )
     return table

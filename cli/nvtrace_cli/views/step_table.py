@@ -57,11 +57,13 @@ def _cells(row: Row, catalog: Catalog) -> Iterator[RenderableType]:
     step = row.first
     yield Text(_step_range(row))
     yield Text(step.phase or "-", style=step.phase or "quiet")
-    yield Text(str(len(step.shares)))
+    yield Text(str(step.scheduled))
     yield Text(str(step.num_batched_tokens))
-    yield Text(str(step.waiting_len), style="waiting" if step.waiting_len else "quiet")
-    yield Text(str(step.running_len))
-    yield Text(str(row.last.free_blocks))
+    queues = (step.waiting_len, step.running_len, row.last.free_blocks)
+    waiting, running, free = ("-",) * 3 if step.is_led else map(str, queues)
+    yield Text(waiting, style="waiting" if step.waiting_len else "quiet")
+    yield Text(running)
+    yield Text(free)
     yield Text(f"{_time(row)} ", style="quiet" if row.is_folded else "")
     yield Prose(*((note.text, note.style) for note in notes(row, catalog)))
 
@@ -82,17 +84,16 @@ def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
     yield "\t".join(PLAIN_COLUMNS)
     for row in rows:
         step = row.first
+        queues = (step.waiting_len, step.running_len, row.last.free_blocks)
         sentences = (note.text.replace(NO_BREAK_SPACE, " ") for note in notes(row, catalog))
         yield "\t".join(
             (
                 str(step.index),
                 str(row.last.index),
                 step.phase or "",
-                str(len(step.shares)),
+                str(step.scheduled),
                 str(step.num_batched_tokens),
-                str(step.waiting_len),
-                str(step.running_len),
-                str(row.last.free_blocks),
+                *("" if step.is_led else str(number) for number in queues),
                 "" if row.wall_ns is None else f"{row.wall_ns / 1e6:.3f}",
                 catalog.ui("note_separator").join(sentences),
             )

@@ -165,7 +165,7 @@ class Timeline:
         sizes: list[int | None] = [None] * scale.num_columns
         for step in self.steps:
             column = scale.column(step.index)
-            largest = max(sizes[column] or 0, len(step.shares))
+            largest = max(sizes[column] or 0, step.scheduled)
             stop = column + scale.columns_per_step
             sizes[column:stop] = [largest] * scale.columns_per_step
         return sizes

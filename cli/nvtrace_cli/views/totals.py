@@ -11,7 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nvtrace.metrics import refusals_of
 from nvtrace_cli.summary import Phase, PhaseSum
+from nvtrace_cli.views.notes import why_refused
 from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape, shorten
@@ -67,6 +69,8 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
             mixed=count(mixed.num_steps),
         ),
     )
+    if run.is_led:
+        return
     yield (
         "tokens",
         catalog.ui(
@@ -91,7 +95,8 @@ def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
         yield "speed", catalog.ui("totals_speed_sum", rate=_rate(num_completion, wall))
     yield "preemptions", count(sum(request.num_preemptions for request in requests))
     if run.refused:
-        yield "refused", catalog.ui("totals_refused_sum", count=count(len(run.refused)))
+        why = why_refused(refusals_of(run.refused), catalog)
+        yield "refused", catalog.ui("totals_refused_sum", count=count(len(run.refused)), why=why)
     for error in run.errors:
         parts = (error.error_type, error.message) if error.message else (error.error_type,)
         yield "error", escape(": ".join(parts))

@@ -15,6 +15,7 @@ from rich.text import Text
 from nvtrace.whatif import Row, recorded_row, simulated_row
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
+from nvtrace_cli.views.notes import why_refused
 from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.table import FittingTable
 from nvtrace_cli.views.text import count, duration, escape
@@ -38,26 +39,29 @@ class Comparison:
 
     Attributes:
         recording: the recorded run.
-        outcomes: the unchanged re-run, then one for each case.
+        outcomes: the unchanged re-run (None if it cannot be run), then one for each case.
         cases: each case's settings, as the user wrote them.
         is_by_step: requests came before the step of the same number.
     """
 
     recording: Recording
-    outcomes: list[Outcome]
+    outcomes: list[Outcome | None]
     cases: list[str]
     is_by_step: bool
 
     def rows(self) -> list[Row]:
         """The recorded run, then the re-runs."""
-        names = ["unchanged", *self.cases]
-        pairs = zip(names, self.outcomes, strict=True)
-        return [recorded_row(self.recording), *(simulated_row(*pair) for pair in pairs)]
+        rows = [recorded_row(self.recording)]
+        for name, outcome in zip(["unchanged", *self.cases], self.outcomes, strict=True):
+            known = None if outcome is None else simulated_row(name, outcome)
+            rows.append(known or Row(name, "simulated"))
+        return rows
 
     @property
     def first_other_step(self) -> int | None:
         """The step from which on the unchanged re-run is not the recorded one."""
-        return self.outcomes[0].first_other_step(self.recording)
+        unchanged = self.outcomes[0]
+        return None if unchanged is None else unchanged.first_other_step(self.recording)
 
     @property
     def fits(self) -> dict[Phase, PhaseFit]:
@@ -74,14 +78,14 @@ def print_json(comparison: Comparison) -> None:
         _print_line(json_line({"kind": "fit", "phase": phase} | asdict(fit)))
     for index, row in enumerate(comparison.rows()):
         extra: dict[str, Any] = {}
-        if index == 1 and comparison.is_by_step:
+        if index == 1 and comparison.is_by_step and comparison.outcomes[0] is not None:
             extra = {"first_other_step": comparison.first_other_step}
         _print_line(json_line({"kind": "run"} | asdict(row) | extra))
 
 
 def print_plain(comparison: Comparison) -> None:
     """The rows as a table with tabs, an empty line, and the fits. What is unknown is empty."""
-    names = [field.name for field in fields(Row) if field.name != "beyond"]
+    names = [field.name for field in fields(Row) if field.name not in {"beyond", "refusals"}]
     _print_line("\t".join(names))
     for row in comparison.rows():
         _print_line("\t".join(_plain(getattr(row, name)) for name in names))
@@ -118,7 +122,7 @@ def show(comparison: Comparison, catalog: Catalog) -> None:
     console.print()
     console.print(_time_table(rows, catalog))
     console.print()
-    if comparison.is_by_step:
+    if comparison.is_by_step or comparison.outcomes[0] is None:
         console.print(Prose(_of_the_unchanged(comparison, catalog)))
     for index, row in enumerate(rows):
         for sentence in _of_row(row, _name(index, catalog), catalog):
@@ -170,6 +174,9 @@ def _name(index: int, catalog: Catalog) -> str:
 
 
 def _of_the_unchanged(comparison: Comparison, catalog: Catalog) -> tuple[str, str]:
+    if comparison.outcomes[0] is None:
+        policy = escape(comparison.recording.settings.policy)
+        return catalog.ui("whatif_not_again", policy=policy), "warning"
     step = comparison.first_other_step
     if step is not None:
         return catalog.ui("whatif_other", step=step), "error"
@@ -182,7 +189,8 @@ def _of_row(row: Row, name: str, catalog: Catalog) -> Iterator[str]:
         why = "; ".join(_why(beyond, catalog) for beyond in row.beyond)
         yield catalog.ui(key, run=name, count=count(row.num_untimed), why=why)
     if row.num_refused:
-        yield catalog.ui("whatif_refused", run=name, count=count(row.num_refused))
+        why = why_refused(row.refusals, catalog)
+        yield catalog.ui("whatif_refused", run=name, count=count(row.num_refused), why=why)
     if row.num_left_out:
         yield catalog.ui("whatif_left_out", run=name, count=count(row.num_left_out))
 

@@ -8,13 +8,15 @@ Knows which Python types a field has, and what dtype that makes. Does not know e
 
 from __future__ import annotations
 
+from array import array
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Protocol, Union, get_args, get_origin
 
 import numpy as np
 import pandas as pd
 
 from nvtrace.analysis.frames import FrameError, masked
+from nvtrace.events import codes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +47,8 @@ def cells_of(name: str, annotation: Any) -> Cells:  # noqa: ANN401 - any annotat
         annotation: of the field.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return _Codes(arguments)
+    if known := codes_of(annotation):
+        return _Codes(known)
     if name.endswith(".seed"):
         return _Numbers(name, np.uint64)  # a seed has all 64 bits
     is_optional = origin in {Union, UnionType}
@@ -96,19 +98,20 @@ class _OptionalInts(_Numbers):
 
 
 class _Codes:
-    """Words of a fixed set."""
+    """Words of a small set: the known ones first, then whatever others there are."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        self._words = words
         self._codes = {word: code for code, word in enumerate(words)}
-        self._held = bytearray()
+        self._held = array("i")
 
     def extend(self, values: Sequence[Any]) -> None:
-        self._held += bytes(map(self._codes.__getitem__, values))
+        for word in {*values} - self._codes.keys():
+            self._codes[word] = len(self._codes)
+        self._held.extend(map(self._codes.__getitem__, values))
 
     def column(self) -> pd.Categorical:
         return pd.Categorical.from_codes(
-            np.frombuffer(self._held, np.uint8), categories=self._words
+            np.frombuffer(self._held, np.int32), categories=[*self._codes]
         )
 
 

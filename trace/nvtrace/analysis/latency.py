@@ -61,9 +61,9 @@ def request_spans(requests: pd.DataFrame, transitions: pd.DataFrame) -> pd.DataF
 def _pauses(transitions: pd.DataFrame) -> dict[int, list[int]]:
     """For each request that was preempted: when it was, when it was resumed, and so on."""
     pauses: dict[int, list[int]] = {}
-    moves = transitions[transitions["reason"].isin(["preempted", "admitted"])]
-    for seq_id, reason, ts_ns in moves[["seq_id", "reason", "ts_ns"]].itertuples(index=False):
-        if reason == "preempted":
+    moves = transitions[transitions["status"].isin(["WAITING", "RUNNING"])]
+    for seq_id, status, ts_ns in moves[["seq_id", "status", "ts_ns"]].itertuples(index=False):
+        if status == "WAITING":
             pauses.setdefault(seq_id, []).append(ts_ns)
         elif seq_id in pauses:  # not its first admission
             pauses[seq_id].append(ts_ns)

@@ -147,7 +147,7 @@ def queue_and_batch(steps: pd.DataFrame, ax: Axes) -> Axes:
     )
     for phase in steps["phase"].unique():
         its_batch = np.where(steps["phase"] == phase, batch, 0)
-        color = COLORS[phase]
+        color = COLORS.get(phase, _INK)
         ax.fill_between(
             x, its_batch, step="mid", color=color, alpha=0.5, lw=0, label=f"{phase} batch"
         )
@@ -180,7 +180,7 @@ def step_time_scatter(
             its_steps[x].to_numpy(np.float64),
             its_steps[y].to_numpy(np.float64) / scale,
             s=18,
-            color=COLORS[str(phase)],
+            color=COLORS.get(str(phase), _INK),
             alpha=0.55,
             lw=0,
             label=f"{phase} ({len(its_steps):,} steps)",

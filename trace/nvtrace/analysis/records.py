@@ -12,7 +12,7 @@ from collections import Counter
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from nvtrace.analysis.cells import cells_of
 from nvtrace.analysis.columns import EVENTS
 from nvtrace.analysis.frames import frame_of, masked
 from nvtrace.envelope import Footer, Header, Unknown
-from nvtrace.events import EVENT_TYPES, Phase
+from nvtrace.events import EVENT_TYPES, Phase, codes_of
 from nvtrace.export.tables import TABLES
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Records:
                 "event": pd.Categorical.from_codes(kinds, categories=_NAMES),
                 "ts_ns": self._numbers("ts_ns"),
                 "step": self._numbers("step"),
-                "phase": self._words("phase", get_args(Phase)),
+                "phase": self._words("phase", codes_of(Phase)),
                 "reason": self._words("reason"),
                 "seq_id": self._numbers("seq_id"),
             },
@@ -164,9 +164,9 @@ class Records:
 
     def _words(self, field: str, words: Sequence[str] = ()) -> pd.Categorical:
         """(num_events,) a field's codes; NA where it is not there."""
-        codes = np.full(len(self._kinds), -1, np.int16)
+        codes = np.full(len(self._kinds), -1, np.int32)
         of_word = {word: code for code, word in enumerate(words)}
         for places, column in self._columns(field):
             new = [of_word.setdefault(word, len(of_word)) for word in column.categories]
-            codes[places] = np.array(new, np.int16)[column.codes]
+            codes[places] = np.array(new, np.int32)[column.codes]
         return pd.Categorical.from_codes(codes, categories=list(of_word))

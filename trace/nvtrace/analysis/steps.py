@@ -40,7 +40,8 @@ def steps_frame(records: Records) -> pd.DataFrame:
         steps[name] = steps[name].fillna(steps[f"prepared_{name}"]).fillna(0)
     steps["ts_ns"] = steps["end_ts_ns"].fillna(steps["ts_ns"])
     steps["start_ns"] = steps["ts_ns"] - steps["wall_ns"].fillna(0)
-    steps["phase"] = pd.Categorical(steps["phase"], categories=_PHASES)
+    others = {*steps["phase"].dropna()} - {*_PHASES}
+    steps["phase"] = pd.Categorical(steps["phase"], categories=[*_PHASES, *sorted(others)])
     return frame_of(STEPS, steps.reset_index().sort_values(_KEY, ignore_index=True))
 
 

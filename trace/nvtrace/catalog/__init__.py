@@ -126,6 +126,10 @@ class Catalog:
         """
         return self._ui[key].format_map(values)
 
+    def ui_or(self, key: str, otherwise: str, **values: object) -> str:
+        """The sentence `key`, or `otherwise` if it is made of a code that has no sentence."""
+        return self.ui(key if key in self._ui else otherwise, **values)
+
 
 def load_catalog(language: Language) -> Catalog:
     """Read the words of one language.

@@ -1,6 +1,8 @@
 """Checker: asks every rule about every event, once, in order.
 
-Knows how a rule is asked, and what to do with an event that cannot be understood. Does not know any
+Knows how a rule is asked, and what to do with an event that cannot be understood, or that holds a
+code which is not known here (a policy has reasons of its own): such a code is no fault, and what it
+decides is not judged. Does not know any
 rule. An engine under way is checked as well as a finished trace: `Checker` is given events as they
 come, and its memory does not grow with them.
 """
@@ -17,7 +19,7 @@ from nvtrace.envelope import Footer, Header, Record, Unknown
 from nvtrace.replay import InconsistentTraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
 _OF_VALUES = (*fields.RULES, *stream.RULES)  # can be asked even where nobody knows who is meant
 _OF_STATE = (*startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES, *ranks.RULES)
@@ -25,6 +27,8 @@ _RULES = (*_OF_VALUES, *_OF_STATE)
 INVARIANTS = ("names", "follows", "exit", *dict.fromkeys(rule.invariant for rule in _RULES))
 """The names of all invariants. What each means and teaches is in the word catalogs."""
 
+_ALWAYS = {"event_ids", "times"}  # asked of every event, whatever it says
+_DECIDED_BY_CODES = (ev.KvBudgetEstimate, ev.RequestRefused, ev.BlocksEvict, ev.StateTransition)
 _NOT_UNDERSTOOD = (LookupError, ValueError, ArithmeticError)
 
 
@@ -41,6 +45,8 @@ class Checker:
         self.num_findings = 0
         self._ledger = Ledger()
         self._rules: dict[tuple[type, str], tuple[Rule, ...]] = {}
+        self._unknown: set[str] = set()  # codes
+        self._is_lost = False  # has somebody come to a status that is not known?
 
     def take(self, record: Record) -> list[Finding]:
         """Take in the next record of a trace; returns what does not hold at it.
@@ -73,27 +79,59 @@ class Checker:
 
     def _check(self, event: ev.AnyEvent) -> Iterator[Finding]:
         ledger = self._ledger
+        unknown = ev.unknown_codes(event)
+        self._unknown |= {*unknown.values()}
+        self._is_lost |= "status" in unknown
+        asked = None
+        if self._is_lost or (unknown and isinstance(event, _DECIDED_BY_CODES)):
+            asked = _ALWAYS
         strange = list(stream.names(ledger, event)) if ledger.is_whole else []
         yield from (_finding("names", event, clash) for clash in strange)
-        yield from self._ask("before", event, is_strange=bool(strange))
+        yield from self._ask("before", event, unknown, is_strange=bool(strange), only=asked)
         try:
             ledger.take(event)
         except InconsistentTraceError as error:
             yield _finding("follows", event, _not_following(event, error.__cause__ or error))
-        yield from self._ask("after", event, is_strange=bool(strange))
+        yield from self._ask("after", event, unknown, is_strange=bool(strange), only=asked)
         ledger.settle(event)
 
     def _ask(
-        self, moment: Literal["before", "after"], event: ev.Event, *, is_strange: bool
+        self,
+        moment: Literal["before", "after"],
+        event: ev.Event,
+        unknown: Container[str],
+        *,
+        is_strange: bool,
+        only: Container[str] | None,
     ) -> Iterator[Finding]:
+        """Ask the rules of a moment.
+
+        Args:
+            moment: before or after the event is taken in.
+            event: the event.
+            unknown: its fields whose codes are not known.
+            is_strange: does it name what is not there? Then few rules can be asked.
+            only: ask these invariants alone; all if None.
+        """
         for rule in self._rules_for(type(event), moment):
             if is_strange and rule not in _OF_VALUES:
                 continue
+            if only is not None and rule.invariant not in only:
+                continue
             try:
                 for clash in rule.judge(self._ledger, event):
-                    yield _finding(rule.invariant, event, clash)
+                    if clash.told.name not in unknown and not self._has_unknown_code(clash):
+                        yield _finding(rule.invariant, event, clash)
             except _NOT_UNDERSTOOD as error:
                 yield _finding("follows", event, _not_following(event, error))
+
+    def _has_unknown_code(self, clash: Clash) -> bool:
+        """Does one of the two facts hold a code that nobody knows here?"""
+        return bool(self._unknown) and any(
+            isinstance(value, str) and value in self._unknown
+            for fact in clash
+            for value in (fact.value if isinstance(fact.value, list | tuple) else [fact.value])
+        )
 
     def _rules_for(self, kind: type, moment: Literal["before", "after"]) -> tuple[Rule, ...]:
         key = (kind, moment)

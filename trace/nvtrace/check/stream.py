@@ -221,7 +221,7 @@ def _missing(ledger: Ledger) -> list[str]:
 
 
 def _is_cache_reset(event: ev.Event) -> bool:
-    return isinstance(event, ev.BlocksEvict) and event.reason == "cache_reset"
+    return isinstance(event, ev.BlocksEvict) and event.reason != "page_needed"
 
 
 def _tags(types: tuple[type, ...]) -> list[str]:

@@ -18,12 +18,10 @@ Does not know files (`nvtrace.reader`).
 
 from nvtrace.explain.follower import NotInTraceError
 from nvtrace.explain.links import Link, RequestStory, StepStory, Times, kind_of
-from nvtrace.explain.pace import SLOW_FACTOR
 from nvtrace.explain.request import explain_request
 from nvtrace.explain.step import explain_step
 
 __all__ = [
-    "SLOW_FACTOR",
     "Link",
     "NotInTraceError",
     "RequestStory",

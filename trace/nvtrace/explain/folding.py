@@ -42,8 +42,8 @@ def _says_the_same(link: links.AnyLife, after: links.AnyLife) -> bool:
     return False
 
 
-def _wait_key(link: links.Waited) -> tuple[str | None, int | None, bool]:
-    return link.reason, link.head_seq_id, link.is_preempted
+def _wait_key(link: links.Waited) -> tuple[str | None, int | None, bool, bool]:
+    return link.reason, link.head_seq_id, link.is_preempted, link.whole is None
 
 
 def _merged(group: list[links.AnyLife]) -> links.AnyLife:
@@ -63,7 +63,7 @@ def _merged_facts(group: list[links.AnyLife]) -> dict[str, object]:
     """The numbers of links that say the same: their range, their sum, or the last of them."""
     facts: dict[str, object] = {
         name: _span([getattr(link, name) for link in group])
-        for name in ("need", "have", "num_ahead", "batch")
+        for name in ("need", "have", "whole", "num_ahead", "batch")
         if hasattr(group[0], name) and getattr(group[0], name) is not None
     }
     last = group[-1]

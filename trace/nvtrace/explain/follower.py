@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.replay import InconsistentTraceError, State
@@ -41,11 +41,13 @@ class Follower:
     Attributes:
         state: of the engine; requests that ended in an earlier step are left out.
         step: the last engine step that the trace has begun; 0 before the first.
+        released: of those that gave up their pages last: how many, and who uses some of them still.
     """
 
     def __init__(self) -> None:
         self.state = State()
         self.step = 0
+        self.released: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._is_in_step = False
         self._publishers: dict[int, int] = {}  # published page -> who computed it
         self._ended: list[int] = []
@@ -65,6 +67,13 @@ class Follower:
             case ev.BlocksHash():
                 for seq_id, block_ids in zip(event.seq_ids, event.block_ids, strict=True):
                     self._publishers.update(dict.fromkeys(block_ids, seq_id))
+            case ev.BlocksRelease():
+                self.released = {}
+                for seq_id, held, freed in zip(
+                    event.seq_ids, event.block_ids, event.freed, strict=True
+                ):
+                    kept = self._holders({*held} - {*freed})
+                    self.released[seq_id] = len(held), tuple(sorted(kept))
             case ev.StateTransition() if event.status == "FINISHED":
                 self._ended.append(event.seq_id)
             case ev.EngineReset():
@@ -115,6 +124,34 @@ def rows_of(schedule: Schedule) -> tuple[list[int], list[int]]:
             num_decodes = schedule.num_decodes
             return schedule.seq_ids[:num_decodes], schedule.seq_ids[num_decodes:]
     return [], schedule.seq_ids
+
+
+def whole_need(stop: ev.AdmissionStop, state: State) -> int | None:
+    """What the queue's head would need if the prefix cache had nothing of it.
+
+    None if the cache has nothing of it, or if what it needs is neither pages nor tokens.
+    """
+    num_tokens = len(state.sequences[stop.seq_id].token_ids)
+    match stop.reason:
+        case "no_blocks":
+            whole = -(-num_tokens // max(state.block_size, 1))
+        case "token_budget" | "chunk_not_first":
+            whole = num_tokens
+        case _:
+            return None
+    return whole if whole > stop.need else None
+
+
+def given_back(event: ev.Preempt, released: tuple[int, tuple[int, ...]] | None) -> dict[str, Any]:
+    """Of a link about a preemption, what it says of pages.
+
+    Args:
+        event: the preemption.
+        released: as `Follower` has it, of the request that gave way.
+    """
+    num_held, kept_by = released or (event.num_blocks_freed, ())
+    num_freed = event.num_blocks_freed
+    return {"num_blocks_held": num_held, "num_blocks_freed": num_freed, "kept_by": kept_by}
 
 
 def idle_reason(schedule: Schedule) -> str:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.explain import links
-from nvtrace.explain.follower import Follower, Schedule, Sources, idle_reason, rows_of
+from nvtrace.explain.follower import (
+    Follower,
+    Schedule,
+    Sources,
+    given_back,
+    idle_reason,
+    rows_of,
+    whole_need,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +38,8 @@ class Seen:
         seq_id, step: which request, which step.
         end_ns: when the step ended, or its last event so far.
         place: requests before it in the waiting queue when the head was stopped.
+        whole: what the head would need without the prefix cache.
+        released: as `Follower` has it, when it was preempted.
         ending: what ended it; the last word, if an error came after its own end.
     """
 
@@ -39,7 +49,9 @@ class Seen:
     schedule: Schedule | None = None
     stop: ev.AdmissionStop | None = None
     place: int = 0
+    whole: int | None = None
     preempt: ev.Preempt | None = None
+    released: tuple[int, tuple[int, ...]] | None = None
     admission: ev.StateTransition | None = None
     sources: Sources = field(default_factory=Sources)
     ending: ev.StateTransition | ev.EngineReset | None = None
@@ -57,8 +69,10 @@ class Seen:
         match event:
             case ev.AdmissionStop() if self.seq_id in follower.state.waiting:
                 self.stop, self.place = event, follower.state.waiting.index(self.seq_id)
+                self.whole = whole_need(event, follower.state)
             case ev.Preempt() if event.seq_id == self.seq_id:
                 self.preempt = event
+                self.released = follower.released.get(self.seq_id)
             case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
                 self.schedule = event
             case ev.StateTransition() if event.seq_id == self.seq_id:
@@ -121,16 +135,18 @@ class Biographer:
     ) -> links.Ended:
         """Its end; one between two steps accounts for the time since the step before."""
         reason, token_id = "aborted", None
+        num_tokens, max_tokens = sequence.num_completion_tokens, sequence.max_tokens
         if isinstance(event, ev.StateTransition):
             reason, token_id = event.reason, event.token_id
+            num_tokens, max_tokens = event.num_completion_tokens, event.max_tokens
         return links.Ended(
             first_step=step,
             last_step=step,
             time_ns=self._time_until(event.ts_ns) if is_between else 0,
             event_ids=(event.event_id,),
             reason=reason,
-            num_completion_tokens=sequence.num_completion_tokens,
-            max_tokens=sequence.max_tokens,
+            num_completion_tokens=num_tokens,
+            max_tokens=max_tokens,
             token_id=token_id,
             is_between=is_between,
         )
@@ -157,7 +173,7 @@ class Biographer:
             **place,
             seq_id=event.seq_id,
             for_seq_id=event.for_seq_id,
-            num_blocks_freed=event.num_blocks_freed,
+            **given_back(event, seen.released),
             num_tokens_to_recompute=event.num_tokens_to_recompute,
             is_prefilling=event.num_tokens_to_recompute < self._num_to_prefill,
         )
@@ -195,8 +211,9 @@ class Biographer:
         elif seen.seq_id in decode_ids:
             self._compute(self._num_computed + 1)
             yield links.Decoded(**self._span(seen, schedule), batch=batch)
-        elif sequence.status == "RUNNING":
-            reason = idle_reason(schedule)
+        elif sequence.status not in {"WAITING", "FINISHED"}:
+            is_running = sequence.status == "RUNNING"
+            reason = idle_reason(schedule) if is_running else sequence.status
             yield links.Idled(**self._span(seen, schedule), reason=reason, batch=batch)
         elif seen.preempt is None:
             yield self._waited(seen)
@@ -227,6 +244,7 @@ class Biographer:
             head_seq_id=None if stop is None else stop.seq_id,
             need=None if stop is None else (stop.need, stop.need),
             have=None if stop is None else (stop.have, stop.have),
+            whole=None if seen.whole is None else (seen.whole, seen.whole),
             num_ahead=(place, place),
             is_preempted=self._is_preempted,
         )

@@ -62,6 +62,8 @@ class Waited(Link, frozen=True, kw_only=True):
         reason: why the queue's head was not admitted (ADMISSION_STOP); None if nobody said so.
         head_seq_id: the head that the reason is about: itself, or who it waits behind.
         need, have: what the head needs, and what there is of it.
+        whole: what it would need if the prefix cache had nothing of it; None if the cache has
+            nothing, or this is no matter of pages or tokens.
         num_ahead: requests before it in the queue.
         is_preempted: has it been admitted before?
     """
@@ -70,6 +72,7 @@ class Waited(Link, frozen=True, kw_only=True):
     head_seq_id: int | None
     need: Span | None
     have: Span | None
+    whole: Span | None = None
     num_ahead: Span
     is_preempted: bool
 
@@ -127,7 +130,7 @@ class Idled(Link, frozen=True, kw_only=True):
 
     Attributes:
         reason: "prefills_first" (the step computed prompts only) or "token_budget" (the budget was
-            used up before its turn came).
+            used up before its turn came); or the request's status, if it is not known here.
         batch: sequences in the step instead.
     """
 
@@ -139,12 +142,16 @@ class Preempted(Link, frozen=True, kw_only=True):
     """It gave up its pages, so that another (or, if nobody else was left, the rest) could go on.
 
     Attributes:
+        num_blocks_held: its pages.
+        kept_by: who uses those of them that did not become free.
         is_prefilling: did it strike before all its tokens were computed?
     """
 
     seq_id: int
     for_seq_id: int
+    num_blocks_held: int
     num_blocks_freed: int
+    kept_by: tuple[int, ...]
     num_tokens_to_recompute: int
     is_prefilling: bool
 
@@ -282,12 +289,17 @@ class Aside(Link, frozen=True, kw_only=True):
 
 
 class Stopped(Link, frozen=True, kw_only=True):
-    """Nobody else was admitted: what the waiting queue's head needs, and what there was of it."""
+    """Nobody else was admitted: what the waiting queue's head needs, and what there was of it.
+
+    Attributes:
+        whole: as Waited has it.
+    """
 
     head_seq_id: int
     reason: str
     need: int
     have: int
+    whole: int | None = None
     num_waiting: int
 
 
@@ -330,10 +342,11 @@ class Paced(Link, frozen=True, kw_only=True):
             same size; or else those that compute up to `bucket` tokens (a power of two).
         wall_ns: the host's time.
         median_ns: the median of the others; None if there are none.
+        limit_ns: the most that is usual among them (`Distribution.usual_limit`).
         num_others: how many there are.
         is_first: is it the first of them all? The first replay of a graph, or the first call of a
             kernel, costs more than the next.
-        is_slow: more than SLOW_FACTOR times the median.
+        is_slow: more than that.
         grown: the part that made it slow: schedule, prepare, forward, sample, postprocess or gpu.
         parts: each part's time, and its median.
     """
@@ -343,6 +356,7 @@ class Paced(Link, frozen=True, kw_only=True):
     bucket: int | None
     wall_ns: int
     median_ns: float | None
+    limit_ns: float | None
     num_others: int
     is_first: bool
     is_slow: bool

@@ -1,9 +1,12 @@
 """Pace: how long steps of a class take, and whether one of them was slow.
 
 A class is a phase and the CUDA graph's size; without a graph, a phase and the tokens computed,
-rounded up to a power of two. A step is slow if it took more than SLOW_FACTOR times the median of
-the other steps of its class. It is laid to the part that grew most over its own median; to the GPU,
-if that grew by at least half of what the step did, since the host then only waited for it.
+rounded up to a power of two. A step is slow if it took longer than is usual among the other steps
+of its class: more than HIGH_FACTOR times their median, and farther above it than HIGH_QUARTILES
+times the distance between their median and their upper quartile, so that on a noisy machine only
+what stands out of the noise is slow (`Distribution.usual_limit`). It is laid to the part that grew
+most over its own median; to the GPU, if that grew by at least half of what the step did, since the
+host then only waited for it.
 
 Knows times. Does not know what a step computed, or why.
 """
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from nvtrace import events as ev
     from nvtrace.events import Phase
 
-SLOW_FACTOR = 1.2
 HOST_PARTS = ("schedule", "prepare", "forward", "sample", "postprocess")
 PARTS = (*HOST_PARTS, "gpu")
 
@@ -81,7 +83,8 @@ class Pace:
         times = self._times.get(step_class, {})
         medians = {name: _median(times.get(name)) for name in ("wall", *PARTS)}
         median_ns = medians["wall"]
-        is_slow = median_ns is not None and end.wall_ns > SLOW_FACTOR * median_ns
+        limit_ns = times["wall"].usual_limit() if times else None
+        is_slow = limit_ns is not None and end.wall_ns > limit_ns
         parts = {
             name: Part(time_ns=getattr(end, f"{name}_ns"), median_ns=medians[name])
             for name in PARTS
@@ -97,6 +100,7 @@ class Pace:
             bucket=step_class.bucket,
             wall_ns=end.wall_ns,
             median_ns=median_ns,
+            limit_ns=limit_ns,
             num_others=0 if spread is None else spread.count,
             is_first=is_first,
             is_slow=is_slow,

@@ -20,8 +20,10 @@ from nvtrace.explain.follower import (
     NotInTraceError,
     Schedule,
     consistent,
+    given_back,
     idle_reason,
     rows_of,
+    whole_need,
 )
 from nvtrace.explain.pace import Pace
 
@@ -48,6 +50,7 @@ def explain_step(records: Iterable[Record], step: int) -> links.StepStory:
     replay: ev.CudagraphReplay | None = None
     for record in records:
         if isinstance(record, Header | Footer | Unknown):
+            watch.is_led |= isinstance(record, Header) and record.rank > 0
             continue
         watch.take(record)
         if record.step is not None and record.step != last:
@@ -98,8 +101,11 @@ class _Watch:
         self.events: list[ev.AnyEvent] = []
         self.running: list[int] = []
         self.num_ranks = 1
+        self.is_led = False  # a rank above 0 says what it computed, and no more
         self.replay_before: ev.CudagraphReplay | None = None  # of the step before, if it had one
         self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
+        self.given_back: dict[int, dict[str, Any]] = {}  # the same; facts of their links
+        self.whole: int | None = None  # what its stop's request would need without the cache
         self._follower = Follower()
         self._is_past = False
 
@@ -126,7 +132,11 @@ class _Watch:
         elif isinstance(event, ev.Preempt):
             sequence = self._follower.state.sequences[event.seq_id]
             self.num_prefill_tokens[event.seq_id] = sequence.num_prefill_tokens
+            released = self._follower.released.get(event.seq_id)
+            self.given_back[event.seq_id] = given_back(event, released)
             self._note_change(event)
+        elif isinstance(event, ev.AdmissionStop):
+            self.whole = whole_need(event, self._follower.state)
 
     def _note_earlier(self, event: ev.AnyEvent) -> None:
         if event.step is not None:
@@ -190,6 +200,8 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
     if paced is not None:
         yield paced
         return
+    if watch.is_led and not any(isinstance(e, Schedule) for e in watch.events):
+        return
     errors = [event for event in watch.events if isinstance(event, ev.EngineError)]
     yield links.Broken(**_place(watch, errors), error=errors[0].error_type if errors else None)
 
@@ -204,7 +216,7 @@ def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
                 **place,
                 seq_id=event.seq_id,
                 for_seq_id=event.for_seq_id,
-                num_blocks_freed=event.num_blocks_freed,
+                **watch.given_back[event.seq_id],
                 num_tokens_to_recompute=event.num_tokens_to_recompute,
                 is_prefilling=event.num_tokens_to_recompute < num_prefill_tokens,
             )
@@ -215,6 +227,7 @@ def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
                 reason=event.reason,
                 need=event.need,
                 have=event.have,
+                whole=watch.whole,
                 num_waiting=event.waiting_len,
             )
         case ev.RunEager():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 from urllib.parse import quote
 
 from nvtrace.envelope import Header
@@ -146,7 +146,9 @@ def _type_of(arrow: Any, annotation: Any) -> Any:  # noqa: ANN401 - pyarrow has 
         return _type_of(arrow, next(part for part in arguments if part is not NoneType))
     if origin in {list, tuple}:
         return arrow.list_(_type_of(arrow, arguments[0]))
-    if origin in {Literal, dict}:
+    if origin is Annotated:
+        return _type_of(arrow, arguments[0])
+    if origin is dict:
         return arrow.string()
     kinds = {bool: arrow.bool_, int: arrow.int64, float: arrow.float64, str: arrow.string}
     return kinds[annotation]()

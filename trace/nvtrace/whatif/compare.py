@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nvtrace.metrics import PhaseMetrics
+from nvtrace.metrics import PhaseMetrics, refusals_of
 
 if TYPE_CHECKING:
-    from nvtrace.metrics import RunMetrics
+    from nvtrace.metrics import Refusals, RunMetrics
     from nvtrace.steptime import Beyond
     from nvtrace.whatif.recording import Recording
     from nvtrace.whatif.rerun import Outcome
@@ -30,7 +30,7 @@ class Row:
         num_preemptions: how often a request gave up its pages.
         prefix_cache_hits: prompt tokens that the cache had at first admissions.
         mean_batch: sequences in a decode or mixed step; in any step, if there is none of these.
-        num_refused: requests that were turned away.
+        num_refused: requests that were turned away; `refusals`, why.
         num_generation_tokens: tokens generated.
         duration_ns: from the first arrival to the end of the last step.
         ttft_p50_ns, ttft_p95_ns: time to first token.
@@ -58,11 +58,14 @@ class Row:
     num_untimed: int = 0
     beyond: tuple[Beyond, ...] = ()
     num_left_out: int = 0
+    refusals: tuple[Refusals, ...] = ()
 
 
 def recorded_row(recording: Recording) -> Row:
     """The recorded run, as it was measured."""
-    return Row("recorded", "measured", **_decisions(recording.metrics), **_times(recording.metrics))
+    metrics, refused = recording.metrics, recording.refused
+    facts = _decisions(metrics) | _times(metrics)
+    return Row("recorded", "measured", **facts, refusals=tuple(refusals_of(refused)))
 
 
 def simulated_row(name: str, outcome: Outcome) -> Row:
@@ -75,6 +78,7 @@ def simulated_row(name: str, outcome: Outcome) -> Row:
         num_untimed=outcome.num_untimed,
         beyond=tuple(outcome.beyond),
         num_left_out=outcome.num_left_out,
+        refusals=tuple(refusals_of(outcome.refused)),
     )
 
 

@@ -132,6 +132,12 @@ class Recording:
         self.metrics: RunMetrics = reader.measure.run()
         self._gaps = reader.gaps
 
+    @property
+    def refused(self) -> list[ev.RequestRefused]:
+        """Those that were refused."""
+        events = (command.event for command in self.commands)
+        return [event for event in events if isinstance(event, ev.RequestRefused)]
+
     def step_times(self) -> StepTimes:
         """The model of its step times."""
         return StepTimes(self.steps, round(median(self._gaps)) if self._gaps else 0)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from nvtrace.whatif.settings import Settings
 
 Arrivals = Literal["step", "time"]
+_TOLD_BY_TOKENS = {"eos", "stop_token", "max_tokens", "max_model_len", "aborted", None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Outcome:
         schedule: for each step the number that stands for its decision.
         num_untimed: steps unlike all that were recorded, so that nobody knows their time.
         beyond: why, for the first of each kind.
+        refused: those that were refused.
         num_left_out: requests that were refused, and under these settings perhaps would not be.
         is_stopped: arrivals go by time, and the time was not known any more: the rest did not run.
     """
@@ -70,6 +72,7 @@ class Outcome:
     schedule: list[int]
     num_untimed: int
     beyond: list[Beyond]
+    refused: list[ev.RequestRefused]
     num_left_out: int
     is_stopped: bool
 
@@ -153,6 +156,7 @@ class _Rerun:
         self.measure = Measure()
         self.decisions = Decisions()
         self.beyond: dict[tuple[str, str | None], Beyond] = {}
+        self.refused: list[ev.RequestRefused] = []
         self.num_untimed = self.num_left_out = 0
         self.is_stopped = False
 
@@ -171,6 +175,7 @@ class _Rerun:
             schedule=self.decisions.numbers,
             num_untimed=self.num_untimed,
             beyond=list(self.beyond.values()),
+            refused=self.refused,
             num_left_out=self.num_left_out,
             is_stopped=self.is_stopped,
         )
@@ -179,6 +184,8 @@ class _Rerun:
         for event in events:
             self.measure.apply(event)  # type: ignore[arg-type]  # a recorder has no others
             self.decisions.take(event)
+            if isinstance(event, ev.RequestRefused):
+                self.refused.append(event)
 
     # -- what comes from outside -----------------------------------------------------------------
 
@@ -319,7 +326,7 @@ class _Rerun:
     def _reaches_stop_string(self, seq: Sequence) -> bool:
         answer = self._answer(seq)
         is_last = seq.num_completion_tokens + 1 == len(answer.token_ids)
-        return is_last and answer.finish_reason == "stop_string"
+        return is_last and answer.finish_reason not in _TOLD_BY_TOKENS
 
     def _output(self, seq: Sequence) -> None:
         answer = self._answer(seq)

@@ -70,13 +70,18 @@ class Settings:
                     values[name] = text
         return replace(self, **values)  # type: ignore[arg-type]  # each of its field's type
 
+    @property
+    def is_known(self) -> bool:
+        """Does this installation have the policy?"""
+        return self.policy in POLICIES
+
     def check(self) -> None:
         """Refuse a policy that this installation does not have.
 
         Raises:
             WhatIfError: see above.
         """
-        if self.policy not in POLICIES:
+        if not self.is_known:
             raise WhatIfError(
                 f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}: set another one"
             )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvtrace.at import Moment, Point
+    from nvtrace.envelope import Record
     from support.snapshot import Snapshot
 
 POINTS: tuple[Point, Point] = ("schedule", "end")
@@ -213,7 +214,8 @@ def test_what_the_trace_says_is_shown_and_what_follows_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each number that follows from others is changed in turn, in a prefill and in a decode."""
-    records = [*read_trace(write_trace(tmp_path / "sound.jsonl", chunked_run()))]
+    sound = write_trace(tmp_path / "sound.jsonl", chunked_run())
+    records: list[Record] = [*read_trace(sound)]
     for step in (2, 9):
         *_, end = (m for m in moments(records, inputs_of=step) if m.step == step)
         assert len(end.claims) > 10

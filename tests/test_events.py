@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import NoneType, UnionType
-from typing import Annotated, TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -114,11 +114,9 @@ def fields_of(cls: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...
 def values_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: ANN401 - a type, as annotations have it
     """Any value that a field of this type may have."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return st.sampled_from(args)
-    if origin is Annotated:
-        bounds = {"min_value": args[1].ge, "max_value": args[1].le or 2**31 - 1}
-        return st.floats(0, 1) if args[0] is float else st.integers(**bounds)
+    if origin in {Literal, Annotated}:  # codes, or a number within bounds
+        least = getattr(args[-1], "ge", None)
+        return st.sampled_from(args if origin is Literal else (least, least + 1))
     if origin is UnionType:
         return st.one_of([values_of(arg) for arg in args])
     if origin is list:

@@ -123,9 +123,9 @@ def _look(
 
 @contextmanager
 def _film(file: str) -> Iterator[Film]:
-    """The trace, ready to be entered anywhere; what can be read once is kept in a file meanwhile."""
+    """The trace, ready to be entered anywhere. What can be read once only is copied meanwhile."""
     from nvtrace.reader import UnreadableTraceError, name_of, open_trace  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace.snapshots import Film  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.snapshots import Film  # noqa: PLC0415 - the same
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - nor rich
 
     if Path(file).is_file():
@@ -137,8 +137,13 @@ def _film(file: str) -> Iterator[Film]:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
-        with open_trace(file) as source, path.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
+        try:
+            with open_trace(file) as source, path.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+        except OSError as error:
+            raise UnreadableTraceError(
+                f"{name_of(file)} cannot be copied into {folder} ({error.strerror})"
+            ) from error
         yield Film(path, warn=_warn, name=str(name_of(file)))
 
 

@@ -50,12 +50,11 @@ def saying_untimed(
     from nvtrace.reader import name_of  # noqa: PLC0415 - the same
 
     for record in records:
-        if isinstance(record, Header):
-            if num_untimed := record.facts.clock.num_untimed_steps:
-                warn(
-                    f"{name_of(file)} is simulated, and {num_untimed:,} of its steps are unlike "
-                    "all that were recorded: they take no time in it, so read no times from it"
-                )
+        if isinstance(record, Header) and (num := record.facts.clock.num_untimed_steps):
+            warn(
+                f"{name_of(file)} is simulated, and {num:,} of its steps are unlike all that were "
+                "recorded: they take no time in it, so read no times from it"
+            )
         yield record
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -90,9 +90,9 @@ def test_reasons_are_codes_of_an_open_list(cls: type[ev.Event]) -> None:
 
 @pytest.mark.parametrize("cls", EVENTS)
 def test_times_and_sizes_are_whole_numbers(cls: type[ev.Event]) -> None:
-    for field in fields_of(cls):
-        if field.name.endswith(("_ns", "_bytes", "_id", "_len")):
-            assert {*(get_args(field.type) or [field.type])} <= {int, NoneType}
+    for name, kind in ev.field_types(cls).items():
+        if name.endswith(("_ns", "_bytes", "_id", "_len")):
+            assert {*(get_args(kind) or [kind])} <= {int, NoneType}
 
 
 @pytest.mark.parametrize("cls", EVENTS)
@@ -120,8 +120,10 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: ANN401 - a type, as
     origin, args = get_origin(kind), get_args(kind)
     if known := ev.codes_of(kind):
         return st.sampled_from(known) | st.text(max_size=8)
-    if origin is UnionType:
-        return st.one_of([values_of(arg) for arg in args])
+    if origin in {UnionType, Annotated}:  # or a number within bounds
+        least: Any = getattr(args[-1], "ge", None)
+        of_args = [values_of(arg) for arg in args if isinstance(arg, type)]
+        return st.one_of(of_args) if least is None else st.sampled_from((least, least + 1))
     if origin is list:
         return st.lists(values_of(args[0]), max_size=3)
     if origin is tuple:

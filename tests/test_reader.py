@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import sys
+import zipfile
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import msgspec
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -16,11 +20,12 @@ from hypothesis import strategies as st
 
 from nvtrace import events as ev
 from nvtrace import reader
-from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Unknown, decode
+from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts, NewerTraceError, Unknown, decode
 from nvtrace.reader import UnreadableTraceError, read_blocks, read_trace
 from support.examples import changed, example_trace, line_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from nvtrace.envelope import Record
@@ -31,6 +36,16 @@ LINES = example_trace()
 WHOLE = b"".join(LINES)
 HEADER, EVENT, FOOTER = LINES[0], LINES[1], LINES[-1]
 GZ = gzip.compress(WHOLE, mtime=0)
+
+
+LIMITS = ("tp_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size")
+
+
+def _zipped(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("trace.jsonl", data)
+    return file.getvalue()
 
 
 def read(data: bytes) -> tuple[list[Record], list[str]]:
@@ -205,6 +220,15 @@ def test_the_warning_about_a_cut_line_names_the_line() -> None:
     assert warnings == ["the trace: the last line (5) is cut; everything before it was read"]
 
 
+@pytest.mark.parametrize("behind", [[EVENT], [EVENT, FOOTER], [EVENT] * 3000])
+def test_lines_behind_the_footer_are_said_to_be_there(behind: list[bytes]) -> None:
+    records, warnings = read(b"".join([*LINES, *behind]))
+    assert len(records) == len(LINES) + len(behind)
+    assert [warning for warning in warnings if "footer" in warning] == [
+        f"the trace: {len(behind)} lines come after the footer, which should be the last"
+    ]
+
+
 def test_a_missing_footer_is_a_warning() -> None:
     records, warnings = read(b"".join(LINES[:-1]))
     assert len(records) == len(LINES) - 1
@@ -231,7 +255,7 @@ def test_warnings_can_be_left_unheard() -> None:
         b'{"event":3}\n',
         b'{"event":"STEP_END"}\n',
         changed(EVENT, event_id="one"),
-        changed(EVENT, phase="somewhere"),
+        changed(EVENT, phase=7),
         b'{"event":"ENGINE_ERROR\xff\xfe"}\n',
         b'{"event":"NEWER","text":"\xff\xfe"}\n',
         b"\x00\x00\x00\n",
@@ -273,6 +297,65 @@ def test_a_rank_of_no_world_is_an_error(rank: int, world_size: int) -> None:
         read(json.dumps(header).encode() + b"\n" + EVENT)
 
 
+BOUNDED = [
+    (part.name, field)
+    for part in msgspec.structs.fields(HeaderFacts)
+    for field, kind in ev.field_types(part.type).items()
+    if kind == int | None
+]
+WRONG_NUMBERS = [-1, 0.5, 1e308, 2**63, 10**400, -(2**70), "8", "x" * 1000, [], [8], {}, True]
+
+
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS, ids=lambda value: str(value)[:20])
+def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_them(
+    wrong: object,
+) -> None:
+    assert ("model", "vocab_size") in BOUNDED
+    for part, field in BOUNDED:
+        header = json.loads(HEADER)
+        header[part] = {field: wrong}
+        with pytest.raises(UnreadableTraceError, match=r"no header that can be right \(") as told:
+            read(json.dumps(header).encode() + b"\n" + EVENT)
+        assert len(str(told.value)) < 400
+        header[part] = {field: None}  # is not known
+        assert len(read(json.dumps(header).encode() + b"\n" + EVENT)[0]) == 2
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_header_tells_of_counts_that_a_model_can_have(field: str) -> None:
+    for wrong in (0, 2**31, 2**40):
+        with pytest.raises(UnreadableTraceError, match="no header that can be right"):
+            read(changed(HEADER, model={field: wrong, "head_dim": 2**30}))
+
+
+@pytest.mark.parametrize(
+    ("tag", "field", "wrong"),
+    [
+        *(("ENGINE_INIT", name, wrong) for wrong in (0, -1, -(2**63), 2**31) for name in LIMITS),
+        ("ENGINE_READY", "num_kvcache_blocks", -1),
+        ("ENGINE_READY", "num_kvcache_blocks", 2**24 + 1),
+        ("KV_BUDGET_ESTIMATE", "utilization", 1e308),
+        ("STEP_END", "wall_ns", 10**400),
+        ("NEWER", "number", 2**64),
+        ("SAMPLE_TOKENS", "token_ids", [-(2**63) - 1]),
+    ],
+)
+@pytest.mark.parametrize("num_before", [0, 50])
+def test_an_event_with_a_number_that_none_can_have_is_no_record(
+    tag: str, field: str, wrong: object, num_before: int
+) -> None:
+    line = next((line for line in LINES if f'"event":"{tag}"'.encode() in line), EVENT)
+    line = changed(line, event=tag, **{field: wrong})
+    told = f"line {num_before + 2} is no record"
+    with pytest.raises(UnreadableTraceError, match=told):
+        read(b"".join([HEADER, *[EVENT] * num_before, line, EVENT]))
+
+
+def test_a_number_of_64_bits_is_one() -> None:
+    event = changed(EVENT, seed=2**64 - 1, ts_ns=-(2**63))
+    assert read(HEADER + event)[0][1] == decode(event)
+
+
 def test_records_before_a_broken_line_have_been_given() -> None:
     records = read_trace(io.BytesIO(HEADER + EVENT + b"oops\n"))
     assert isinstance(next(records), Header)
@@ -303,7 +386,6 @@ def test_an_empty_file_is_said_to_be_empty(data: bytes) -> None:
         changed(HEADER, schema="other"),
         changed(HEADER, version="1.0"),
         b"\x89PNG\r\n\x1a\n",
-        GZ,
     ],
 )
 def test_a_file_without_a_header_is_no_trace(data: bytes) -> None:
@@ -330,11 +412,23 @@ def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(read_trace("-", warn=pytest.fail))) == len(LINES)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
-def test_another_encoding_is_named(encoding: str) -> None:
-    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
-    with pytest.raises(UnreadableTraceError, match=r"no header: it is UTF-.*; save it as UTF-8"):
-        read(mark + WHOLE.decode().encode(encoding))
+@pytest.mark.parametrize(
+    "encoding",
+    [*("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"), *("utf-32", "utf-32-le", "utf-32-be")],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_another_encoding_is_named(encoding: str, mark: str) -> None:
+    told = rf"no header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
+    with pytest.raises(UnreadableTraceError, match=told):
+        read((mark + WHOLE.decode()).encode(encoding))
+
+
+@pytest.mark.parametrize(
+    ("pack", "told"), [(bz2.compress, "bzip2"), (lzma.compress, "xz"), (_zipped, "a zip file")]
+)
+def test_another_packer_is_named(pack: Callable[[bytes], bytes], told: str) -> None:
+    with pytest.raises(UnreadableTraceError, match=rf"no header: it is .*{told}.*: unpack it"):
+        read(pack(WHOLE))
 
 
 def test_blank_lines_before_the_header_do_no_harm() -> None:

@@ -13,9 +13,10 @@ that an old reader would misread raises the major version in `envelope.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 
 def codes(*known: str) -> msgspec.Meta:
@@ -34,6 +35,8 @@ Phase = Annotated[
     codes("bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"),
 ]  # the article's words
 Status = Annotated[str, codes("WAITING", "RUNNING", "FINISHED")]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]  # of what there is at least one
+MOST_BLOCKS = 2**24  # a pool of more would take gigabytes to rebuild
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
@@ -55,11 +58,11 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
     """The engine begins to start."""
 
     model: str
-    tp_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    block_size: int
+    tp_size: Count
+    max_num_batched_tokens: Count
+    max_num_seqs: Count
+    max_model_len: Count
+    block_size: Count
     device: str
     dtype: str
     attention_backend: str
@@ -131,7 +134,7 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
     peak_bytes: int | None = None
     current_bytes: int | None = None
     graph_pool_bytes: int | None = None
-    utilization: float
+    utilization: Annotated[float, Meta(ge=0, le=1)]
     limit_bytes: int | None
     num_local_ranks: int = 1
     available_bytes: int
@@ -183,7 +186,7 @@ class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
 class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
     """The engine takes requests."""
 
-    num_kvcache_blocks: int
+    num_kvcache_blocks: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
     eos_token_ids: list[int]
     eos_sources: list[str] | None = None
     duration_ns: int
@@ -625,6 +628,15 @@ AnyEvent = (
 def tag_of(event: Event | type[Event]) -> str:
     """The event's name in a trace, for example "SCHEDULE_PREFILL"."""
     return str(event.__struct_config__.tag)
+
+
+def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Name -> type of each field: codes with those that are known, numbers without their bounds."""
+    plain = get_type_hints(struct)
+    fields = msgspec.structs.fields(struct)
+    return {
+        field.name: field.type if codes_of(field.type) else plain[field.name] for field in fields
+    }
 
 
 EVENT_TYPES: dict[str, type[Event]] = {tag_of(cls): cls for cls in get_args(AnyEvent)}

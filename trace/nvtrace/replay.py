@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _STATUSES = {*ev.codes_of(ev.Status)}
-_MOST_BLOCKS = 2**24  # a pool of that many would take gigabytes to rebuild
 
 
 class InconsistentTraceError(ValueError):
@@ -103,7 +102,7 @@ class State:
         self.block_size = event.block_size
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
-        if not 0 <= event.num_kvcache_blocks <= _MOST_BLOCKS:
+        if not 0 <= event.num_kvcache_blocks <= ev.MOST_BLOCKS:
             raise ValueError(f"no pool has {event.num_kvcache_blocks} pages")
         self.num_blocks = event.num_kvcache_blocks
         self._clear_pool()
@@ -122,6 +121,9 @@ class State:
     # -- queues ----------------------------------------------------------------------------------
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
+        before = self.sequences.get(event.seq_id)
+        if before is not None and before.status != "FINISHED":
+            raise ValueError(f"request {event.seq_id} is {before.status} already")
         self.sequences[event.seq_id] = SequenceState(
             event.seq_id, event.prompt_len, event.max_tokens, list(event.prompt_token_ids)
         )

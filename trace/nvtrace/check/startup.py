@@ -157,14 +157,14 @@ def _page_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
     product = 2 * event.num_layers * event.block_size * event.num_kv_heads
     product *= event.head_dim * event.dtype_bytes
     yield from differ("block_bytes", event.block_bytes, "page_product", product)
-    model = ledger.header.model if ledger.header else {}
+    model = ledger.header.facts.model if ledger.header else None
     world_size = ledger.header.world_size if ledger.header else 1
     for field, name in (
         ("num_layers", "num_hidden_layers"),
         ("head_dim", "head_dim"),
         ("num_kv_heads", "num_key_value_heads"),
     ):
-        known = model.get(name)
+        known: int | None = getattr(model, name, None)
         if known is not None and field == "num_kv_heads":
             known = max(1, known // world_size)
         if known is not None:

@@ -155,8 +155,8 @@ class Recording:
                 f"{cut} answers ended at max_model_len={self.settings.max_model_len}, and what "
                 "they would have said beyond it was not recorded: it can only be lowered"
             )
-        longest = self.header.model.get("max_position_embeddings")
-        if isinstance(longest, int) and settings.max_model_len > longest:
+        longest = self.header.facts.model.max_position_embeddings
+        if longest is not None and settings.max_model_len > longest:
             raise WhatIfError(
                 f"the model has {longest} positions: max_model_len={settings.max_model_len} is "
                 "more than it can have"
@@ -232,6 +232,8 @@ class _Reader:
                     "began anew: only a run without a failure can be run again"
                 )
             case ev.RequestEnqueue():
+                if record.seq_id in self.answers:
+                    raise InconsistentTraceError(f"request {record.seq_id} arrives twice")
                 self.answers[record.seq_id] = Answer()
                 self._prompt_lens[record.seq_id] = record.prompt_len
                 self._command(record)

@@ -9,6 +9,7 @@ import unicodedata
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from nvtrace import events as ev
 from nvtrace.catalog import load_catalog
+from nvtrace.envelope import ModelFacts
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.folding import fold
 from nvtrace_cli.progress import Progress
@@ -124,12 +126,12 @@ def test_runs_of_numbers_are_drawn_together(numbers: list[int], text: str) -> No
 
 
 def test_a_models_parameters_are_counted_from_its_shape() -> None:
-    number = num_parameters(MODEL)
+    number = num_parameters(msgspec.convert(MODEL, ModelFacts))
     assert number == 596_049_920  # what Qwen3-0.6B has
     assert parameters(number) == "596 M"
-    untied = num_parameters({**MODEL, "tie_word_embeddings": False})
+    untied = num_parameters(msgspec.convert(MODEL | {"tie_word_embeddings": False}, ModelFacts))
     assert untied == number + 151936 * 1024
-    assert num_parameters({}) is None
+    assert num_parameters(ModelFacts()) is None
 
 
 @given(st.text())

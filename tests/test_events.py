@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -86,9 +86,9 @@ def test_reasons_are_codes_of_a_closed_list(cls: type[ev.Event]) -> None:
 
 @pytest.mark.parametrize("cls", EVENTS)
 def test_times_and_sizes_are_whole_numbers(cls: type[ev.Event]) -> None:
-    for field in fields_of(cls):
-        if field.name.endswith(("_ns", "_bytes", "_id", "_len")):
-            assert {*(get_args(field.type) or [field.type])} <= {int, NoneType}
+    for name, kind in ev.field_types(cls).items():
+        if name.endswith(("_ns", "_bytes", "_id", "_len")):
+            assert {*(get_args(kind) or [kind])} <= {int, NoneType}
 
 
 @pytest.mark.parametrize("cls", EVENTS)
@@ -114,8 +114,9 @@ def fields_of(cls: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...
 def values_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: ANN401 - a type, as annotations have it
     """Any value that a field of this type may have."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return st.sampled_from(args)
+    if origin in {Literal, Annotated}:  # codes, or a number within bounds
+        least = getattr(args[-1], "ge", None)
+        return st.sampled_from(args if origin is Literal else (least, least + 1))
     if origin is UnionType:
         return st.one_of([values_of(arg) for arg in args])
     if origin is list:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import sys
+import zipfile
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import pytest
@@ -21,6 +24,7 @@ from nvtrace.reader import UnreadableTraceError, read_blocks, read_trace
 from support.examples import changed, example_trace, line_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from nvtrace.envelope import Record
@@ -31,6 +35,13 @@ LINES = example_trace()
 WHOLE = b"".join(LINES)
 HEADER, EVENT, FOOTER = LINES[0], LINES[1], LINES[-1]
 GZ = gzip.compress(WHOLE, mtime=0)
+
+
+def _zipped(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("trace.jsonl", data)
+    return file.getvalue()
 
 
 def read(data: bytes) -> tuple[list[Record], list[str]]:
@@ -205,6 +216,15 @@ def test_the_warning_about_a_cut_line_names_the_line() -> None:
     assert warnings == ["the trace: the last line (5) is cut; everything before it was read"]
 
 
+@pytest.mark.parametrize("behind", [[EVENT], [EVENT, FOOTER], [EVENT] * 3000])
+def test_lines_behind_the_footer_are_said_to_be_there(behind: list[bytes]) -> None:
+    records, warnings = read(b"".join([*LINES, *behind]))
+    assert len(records) == len(LINES) + len(behind)
+    assert [warning for warning in warnings if "footer" in warning] == [
+        f"the trace: {len(behind)} lines come after the footer, which should be the last"
+    ]
+
+
 def test_a_missing_footer_is_a_warning() -> None:
     records, warnings = read(b"".join(LINES[:-1]))
     assert len(records) == len(LINES) - 1
@@ -303,7 +323,6 @@ def test_an_empty_file_is_said_to_be_empty(data: bytes) -> None:
         changed(HEADER, schema="other"),
         changed(HEADER, version="1.0"),
         b"\x89PNG\r\n\x1a\n",
-        GZ,
     ],
 )
 def test_a_file_without_a_header_is_no_trace(data: bytes) -> None:
@@ -330,11 +349,23 @@ def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(read_trace("-", warn=pytest.fail))) == len(LINES)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
-def test_another_encoding_is_named(encoding: str) -> None:
-    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
-    with pytest.raises(UnreadableTraceError, match=r"no header: it is UTF-.*; save it as UTF-8"):
-        read(mark + WHOLE.decode().encode(encoding))
+@pytest.mark.parametrize(
+    "encoding",
+    [*("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"), *("utf-32", "utf-32-le", "utf-32-be")],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_another_encoding_is_named(encoding: str, mark: str) -> None:
+    told = rf"no header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
+    with pytest.raises(UnreadableTraceError, match=told):
+        read((mark + WHOLE.decode()).encode(encoding))
+
+
+@pytest.mark.parametrize(
+    ("pack", "told"), [(bz2.compress, "bzip2"), (lzma.compress, "xz"), (_zipped, "a zip file")]
+)
+def test_another_packer_is_named(pack: Callable[[bytes], bytes], told: str) -> None:
+    with pytest.raises(UnreadableTraceError, match=rf"no header: it is .*{told}.*: unpack it"):
+        read(pack(WHOLE))
 
 
 def test_blank_lines_before_the_header_do_no_harm() -> None:

@@ -7,7 +7,6 @@ Knows the options. Does not know how a state is found (`nvtrace.snapshots`) or l
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from contextlib import contextmanager
 from enum import StrEnum
@@ -84,19 +83,17 @@ def at(
     from nvtrace_cli.views import at as view  # noqa: PLC0415 - --help needs no rich
 
     with _film(file) as film:
-        name = "stdin" if file == "-" else film.path.name
-        found = _look(film, name, step, moment, until, is_backwards=backwards)
+        found = _look(film, step, moment, until, is_backwards=backwards)
         if json:
             view.print_json(found)
         elif plain:
             view.print_plain(found)
         else:
-            view.show(found, name, words(lang))
+            view.show(found, film.name, words(lang))
 
 
 def _look(
     film: Film,
-    name: str,
     step: int | None,
     moment: MomentChoice | None,
     until: str | None,
@@ -120,17 +117,18 @@ def _look(
     except NoSuchStepError as error:
         raise UsageError(str(error)) from error
     where = "" if step is None else f" {'up to' if is_backwards else 'from'} step {step}"
-    say(f"{until} holds nowhere in {name}{where}")
+    say(f"{until} holds nowhere in {film.name}{where}")
     raise typer.Exit(_NOT_FOUND)
 
 
 @contextmanager
 def _film(file: str) -> Iterator[Film]:
-    """The trace, ready to be entered anywhere; stdin is kept in a file meanwhile."""
-    from nvtrace.snapshots import Film  # noqa: PLC0415 - --help needs no msgspec
+    """The trace, ready to be entered anywhere. What can be read once only is copied meanwhile."""
+    from nvtrace.reader import UnreadableTraceError, name_of, open_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.snapshots import Film  # noqa: PLC0415 - the same
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - nor rich
 
-    if file != "-":
+    if Path(file).is_file():
         with reading_bar(file) as watch:
             film = Film(Path(file), warn=_warn, watch=watch)
         if film.has_made_index:
@@ -138,10 +136,15 @@ def _film(file: str) -> Iterator[Film]:
         yield film
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stdin"
-        with path.open("wb") as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-        yield Film(path, warn=_warn)
+        path = Path(folder) / "trace"
+        try:
+            with open_trace(file) as source, path.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+        except OSError as error:
+            raise UnreadableTraceError(
+                f"{name_of(file)} cannot be copied into {folder} ({error.strerror})"
+            ) from error
+        yield Film(path, warn=_warn, name=str(name_of(file)))
 
 
 def _warn(message: str) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from nvtrace.at import Place
 from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
 from nvtrace.snapshots import Film, NoSuchStepError
+from nvtrace.unpack import is_packed
 from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.options import say
@@ -187,24 +188,25 @@ class Browser:
 def _film(path: Path) -> Iterator[Film]:
     """The trace, ready to be entered anywhere.
 
-    A compressed one is unpacked for the while. The index of one that lies where nothing can be
-    written lies with it.
+    A compressed one is unpacked for the while, and a pipe is kept. The index of one that lies where
+    nothing can be written lies with it.
     """
     with tempfile.TemporaryDirectory(prefix="nvtrace-") as name:
-        folder = Path(name)
-        is_packed = path.suffix in {".gz", ".zst"}
-        if is_packed:
+        folder, called = Path(name), path.name
+        is_copied = not path.is_file() or is_packed(path)
+        if is_copied:
             path = _unpacked(path, folder)
         is_writable = os.access(path.parent, os.W_OK)
         with reading_bar(str(path)) as bar:
-            film = Film(path, warn=_warn, watch=bar, index_folder=None if is_writable else folder)
-        if film.has_made_index and is_writable and not is_packed:
+            index_folder = None if is_writable else folder
+            film = Film(path, warn=_warn, watch=bar, index_folder=index_folder, name=called)
+        if film.has_made_index and is_writable and not is_copied:
             say(f"{film.index_path} was made, so that the next looks at {path} are quick")
         yield film
 
 
 def _unpacked(path: Path, folder: Path) -> Path:
-    copy = folder / path.stem
+    copy = folder / "trace"
     try:
         with open_trace(path) as packed, copy.open("wb") as file:
             file.writelines(line for _, line, _ in raw_lines(packed, path))

@@ -61,12 +61,13 @@ def explain(
     if json and plain:
         raise UsageError("--json and --plain are two answers to one question: give one")
     from nvtrace.explain import NotInTraceError, RequestStory  # noqa: PLC0415 - --help needs none
+    from nvtrace.reader import name_of  # noqa: PLC0415 - the same
     from nvtrace_cli.views import explain as view  # noqa: PLC0415 - nor rich
 
     try:
         story = _story(file, seq, step)
     except NotInTraceError as error:
-        raise UsageError(f"{file}: {error}") from error
+        raise UsageError(f"{name_of(file)}: {error}") from error
     if json:
         view.print_json(story)
     elif plain:
@@ -79,7 +80,7 @@ def explain(
 
 def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepStory:
     from nvtrace.explain import explain_request, explain_step  # noqa: PLC0415 - --help needs none
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
+    from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
     records = read_trace(file, warn=lambda message: say(f"warning: {message}"))
@@ -88,4 +89,4 @@ def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepS
             return explain_step(records, step)
         return explain_request(records, seq or 0, step)
     except InconsistentTraceError as error:
-        raise InconsistentTraceError(f"{file}: {error}") from error
+        raise InconsistentTraceError(f"{name_of(file)}: {error}") from error

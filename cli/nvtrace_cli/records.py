@@ -25,14 +25,12 @@ def records_of(
     Args:
         file: path of the trace, "-" for stdin.
         warn: see there.
-        watch: takes the number of bytes read so far; of a compressed file, or stdin, it hears
-            nothing.
+        watch: takes the number of the file's bytes read so far; of standard input it hears nothing.
     """
     from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
 
     path = Path(file)
-    is_plain = path.is_file() and path.suffix not in {".gz", ".zst"} and os.access(path, os.R_OK)
-    if not is_plain:
+    if not (path.is_file() and os.access(path, os.R_OK)):
         yield from read_trace(file, warn=warn)
         return
     with path.open("rb") as opened:
@@ -49,15 +47,14 @@ def saying_untimed(
     `nvtrace whatif --out` leaves such a trace, where nobody knows how long a step would take.
     """
     from nvtrace.envelope import Header  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import name_of  # noqa: PLC0415 - the same
 
     for record in records:
-        if isinstance(record, Header):
-            num_untimed = record.clock.get("num_untimed_steps")
-            if isinstance(num_untimed, int) and num_untimed > 0:
-                warn(
-                    f"{file} is simulated, and {num_untimed:,} of its steps are unlike all that "
-                    "were recorded: they take no time in it, so read no times from it"
-                )
+        if isinstance(record, Header) and (num := record.facts.clock.num_untimed_steps):
+            warn(
+                f"{name_of(file)} is simulated, and {num:,} of its steps are unlike all that were "
+                "recorded: they take no time in it, so read no times from it"
+            )
         yield record
 
 
@@ -75,7 +72,7 @@ def records_of_first_rank(
 
     records = records_of(file, warn, watch)
     header = cast("Header", next(records))
-    if header.world_size == 1 or header.rank or file == "-":
+    if header.world_size == 1 or header.rank or not Path(file).is_file():
         yield from itertools.chain([header], records)
         return
     yield from (record for rank, record in read_ranks(file, warn=warn) if rank == header.rank)

@@ -154,12 +154,12 @@ class Reel:
     def __init__(self, film: Film) -> None:
         self._film = film
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
-        records = read_trace(film.path)
+        records = read_trace(film.path, name=film.name)
         self._header = cast("Header", next(records))
         numbers = range(film.num_segments)
         first, last = self._first_with_steps(numbers), self._first_with_steps(numbers[::-1])
         if first is None or last is None:
-            raise NoSuchStepError(f"{film.path.name} has no steps")
+            raise NoSuchStepError(f"{film.name} has no steps")
         self.first, self.last = first.indexes[0], last.indexes[-1]
 
     def nearest(self, step: int) -> int:

@@ -63,6 +63,7 @@ def stats(
 def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics | RunMetrics]:
     """The requests as they end, the run at last."""
     from nvtrace.measure import Measure  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import name_of  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
     measure = Measure()
@@ -70,7 +71,7 @@ def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics
         for record in saying_untimed(records_of(file, _warn, watch), file, _warn):
             yield from measure.apply(record)
     except InconsistentTraceError as error:
-        raise InconsistentTraceError(f"{file}: {error}") from error
+        raise InconsistentTraceError(f"{name_of(file)}: {error}") from error
     yield measure.run()
 
 

@@ -72,7 +72,7 @@ def whatif(
     codes: 0 shown, 2 wrong usage, or a question that the trace cannot answer, 3 not a readable
     trace, 4 a trace newer than this nvtrace, 5 the simulated trace could not be written.
     """
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
     from nvtrace.whatif import WhatIfError, parse_changes, read_recording  # noqa: PLC0415 - the same
     from nvtrace_cli.views import whatif as view  # noqa: PLC0415 - nor rich
@@ -95,7 +95,7 @@ def whatif(
     except WhatIfError as error:
         raise UsageError(str(error)) from error
     except InconsistentTraceError as error:
-        raise InconsistentTraceError(f"{file}: {error}") from error
+        raise InconsistentTraceError(f"{name_of(file)}: {error}") from error
     comparison = view.Comparison(
         recording,
         outcomes,

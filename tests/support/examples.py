@@ -6,7 +6,7 @@ Knows the structs alone; no engine runs for it, so its story makes no sense.
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -27,6 +27,8 @@ def _plain(kind: Any) -> object:  # noqa: ANN401 - a type, as annotations have i
         return args[0]
     if origin is UnionType:
         return _plain(args[0])
+    if origin is Annotated:  # a number within bounds: the least one
+        return args[0](args[1].ge)
     if origin is tuple:
         return [_plain(arg) for arg in args]
     return origin() if origin is not None else kind()

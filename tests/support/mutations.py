@@ -214,7 +214,7 @@ def mutate(records: list[Record], index: int, random: Random) -> Mutant | None:
             changed = msgspec.structs.replace(event, ts_ns=before.ts_ns - 1)
         case _:
             value = getattr(event, name)
-            kind = next(f.type for f in msgspec.structs.fields(event) if f.name == name)
+            kind = ev.field_types(type(event))[name]
             new = _other(value, kind, random)
             if new == value:
                 return None

@@ -273,8 +273,7 @@ class _Trace:
         match record:
             case Header():
                 self.settings |= _of_header(record)
-                num_untimed = record.clock.get("num_untimed_steps")
-                self.num_untimed = num_untimed if isinstance(num_untimed, int) else 0
+                self.num_untimed = record.facts.clock.num_untimed_steps or 0
             case ev.EngineInit():
                 self.settings |= _facts(record)
             case ev.EngineReady():

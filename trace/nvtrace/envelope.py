@@ -14,17 +14,88 @@ major version is refused.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+from nvtrace.events import EVENT_TYPES, AnyEvent, Count, Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SCHEMA = "nvtrace"
 VERSION = (1, 0)
+
+
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What readers count with of a header's `model`. Here and below, None is unknown."""
+
+    architecture: str | None = None
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    num_hidden_layers: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count | None = None
+    tie_word_embeddings: bool | None = None
+    eos_token_ids: list[int] | None = None
+
+
+class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of its `config`."""
+
+    model: str | None = None
+    max_num_batched_tokens: Count | None = None
+    max_num_seqs: Count | None = None
+    max_model_len: Count | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = None
+    tensor_parallel_size: Count | None = None
+    kvcache_block_size: Count | None = None
+    num_kvcache_blocks: Count | None = None
+    device: str | None = None
+    dtype: str | None = None
+    policy: str | None = None
+
+
+class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of its `clock`."""
+
+    anchor_unix_ns: _Number | None = None
+    num_untimed_steps: _Number | None = None
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of its `engine`."""
+
+    name: str | None = None
+    version: str | None = None
+
+
+class EnvironmentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The same of its `environment`."""
+
+    python: str | None = None
+    torch: str | None = None
+    platform: str | None = None
+    machine: str | None = None
+    num_cpus: Count | None = None
+    gpu: str | None = None
+
+
+class HeaderFacts(msgspec.Struct, frozen=True):
+    """What readers count with and show of a header's open dicts, each of its type."""
+
+    model: ModelFacts
+    config: ConfigFacts
+    clock: ClockFacts
+    engine: EngineFacts
+    environment: EnvironmentFacts
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_HEADER"):
@@ -59,6 +130,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     content: str = "text"
     mode: str = "real"
 
+    @property
+    def facts(self) -> HeaderFacts:
+        """What of its dicts is counted with.
+
+        Raises:
+            msgspec.ValidationError: a value is of another type, or is none that a run can have.
+        """
+        return msgspec.convert(self, HeaderFacts, from_attributes=True)
+
 
 class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_FOOTER"):
     """The trace was closed in good order, after `num_events` events."""
@@ -81,6 +161,7 @@ _TAGS = {*EVENT_TYPES, "TRACE_HEADER", "TRACE_FOOTER"}
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header | Footer | AnyEvent)
 _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Footer | AnyEvent)
+_packer = msgspec.msgpack.Encoder()  # has whole numbers of 64 bits, as other readers do
 _mapping_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -109,11 +190,14 @@ def decode(line: bytes | str) -> Record:
     """
     try:
         record: Record = _decoder.decode(line)
+        if isinstance(record, Header):
+            _ = record.facts  # before anybody counts with them
     except msgspec.ValidationError:
         unknown = _decode_unknown(line)
         if unknown is None:
             raise
-        return unknown
+        record = unknown
+    _check_numbers(record)
     return record
 
 
@@ -123,7 +207,17 @@ def decode_events(lines: Iterable[bytes]) -> list[Footer | AnyEvent]:
     Raises:
         msgspec.MsgspecError: a line is a header, an event of a newer version, blank, or no record.
     """
-    return [*map(_event_decoder.decode, lines)]
+    events = [*map(_event_decoder.decode, lines)]
+    _check_numbers(events)
+    return events
+
+
+def _check_numbers(records: object) -> None:
+    """Refuse whole numbers that nobody can count with, such as one of 400 digits."""
+    try:
+        _packer.encode(records)
+    except OverflowError as error:
+        raise msgspec.ValidationError("a whole number has more than 64 bits") from error
 
 
 def _decode_unknown(line: bytes | str) -> Unknown | None:

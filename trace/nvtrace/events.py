@@ -10,14 +10,17 @@ that an old reader would misread raises the major version in `envelope.py`.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 Phase = Literal[
     "bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"
 ]  # the article's words
 Status = Literal["WAITING", "RUNNING", "FINISHED"]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]  # of what there is at least one
+MOST_BLOCKS = 2**24  # a pool of more would take gigabytes to rebuild
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
@@ -39,11 +42,11 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
     """The engine begins to start."""
 
     model: str
-    tp_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    block_size: int
+    tp_size: Count
+    max_num_batched_tokens: Count
+    max_num_seqs: Count
+    max_model_len: Count
+    block_size: Count
     device: str
     dtype: str
     attention_backend: str
@@ -112,7 +115,7 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
     peak_bytes: int | None = None
     current_bytes: int | None = None
     graph_pool_bytes: int | None = None
-    utilization: float
+    utilization: Annotated[float, Meta(ge=0, le=1)]
     limit_bytes: int | None
     num_local_ranks: int = 1
     available_bytes: int
@@ -163,7 +166,7 @@ class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
 class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
     """The engine takes requests."""
 
-    num_kvcache_blocks: int
+    num_kvcache_blocks: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
     eos_token_ids: list[int]
     duration_ns: int
 
@@ -594,6 +597,12 @@ AnyEvent = (
 def tag_of(event: Event | type[Event]) -> str:
     """The event's name in a trace, for example "SCHEDULE_PREFILL"."""
     return str(event.__struct_config__.tag)
+
+
+def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Name -> type of each field, without the bounds of its numbers."""
+    hints = get_type_hints(struct)
+    return {field.name: hints[field.name] for field in msgspec.structs.fields(struct)}
 
 
 EVENT_TYPES: dict[str, type[Event]] = {tag_of(cls): cls for cls in get_args(AnyEvent)}

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
+import stat
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-import zstandard
 from typing_extensions import override
 
 from nvtrace.envelope import Footer
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.envelope import Record
-
-_GZIP = 31  # zlib's number for its largest window, in gzip's frame
-_COMPRESSED_CHUNK_BYTES = 16 * 1024
 
 
 def follow_trace(
@@ -39,7 +35,7 @@ def follow_trace(
     """Read a trace up to its footer, however long that takes.
 
     Args:
-        path: the trace. A compressed one (.gz, .zst) grows about once a second.
+        path: the trace. A compressed one grows about once a second.
         pause: called when there is nothing new; returns when it is time to look again.
         missing: called once if there is no such file yet.
         warn: see `read_trace`.
@@ -53,7 +49,7 @@ def follow_trace(
         NewerTraceError: the trace's format is of a newer major version.
     """
     growing = GrowingFile(_wait_for(path, pause, missing), path, pause)
-    for record in read_trace(_decompressed(growing, path.suffix), warn=warn):
+    for record in read_trace(cast("BinaryIO", growing), warn=warn, name=path):
         yield record
         if isinstance(record, Footer):
             return
@@ -102,7 +98,7 @@ class GrowingFile(io.RawIOBase):
             raise UnreadableTraceError(
                 f"{self._path} was replaced while it was read: start again to follow the new one"
             )
-        if there.st_size < self._file.tell():
+        if stat.S_ISREG(there.st_mode) and there.st_size < self._file.tell():
             raise UnreadableTraceError(f"{self._path} was cut while it was read: start again")
 
 
@@ -118,49 +114,3 @@ def _wait_for(path: Path, pause: Callable[[], object], missing: Callable[[], obj
             pause()
         except OSError as error:
             raise UnreadableTraceError(f"{path} cannot be opened ({error.strerror})") from error
-
-
-def _decompressed(file: GrowingFile, suffix: str) -> BinaryIO:
-    """The same bytes, decompressed as far as they have come."""
-    raw: io.RawIOBase = file
-    if suffix == ".gz":
-        raw = _Decompressed(file, zlib.decompressobj(wbits=_GZIP).decompress)
-    elif suffix == ".zst":
-        decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
-        raw = _Decompressed(file, decompressor.decompress)
-    return cast("BinaryIO", io.BufferedReader(raw))
-
-
-class _Decompressed(io.RawIOBase):
-    """What a growing file holds; gzip's own reader looks for the next byte before it gives one.
-
-    Args:
-        file: the compressed bytes.
-        decompress: takes some more of them; returns what can be told by now.
-    """
-
-    def __init__(self, file: GrowingFile, decompress: Callable[[bytes], bytes]) -> None:
-        self._file = file
-        self._decompress = decompress
-        self._decoded = b""
-
-    @override
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with what there is, at least a byte."""
-        while not self._decoded:
-            self._decoded = self._decompress(self._file.read(_COMPRESSED_CHUNK_BYTES) or b"")
-        num_bytes = min(len(buffer), len(self._decoded))
-        buffer[:num_bytes] = self._decoded[:num_bytes]
-        self._decoded = self._decoded[num_bytes:]
-        return num_bytes
-
-    @override
-    def close(self) -> None:
-        """Close the file beneath as well."""
-        self._file.close()
-        super().close()

@@ -16,30 +16,28 @@ With tensor parallelism each rank has a file of its own, trace.rank1.jsonl besid
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import io
 import sys
-import zlib
 from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
-import zstandard
 
 from nvtrace.envelope import (
-    VERSION,
     Footer,
     Header,
     NewerTraceError,
     Record,
     Unknown,
+    check_version,
     decode,
     decode_events,
 )
+from nvtrace.unpack import BombError, UnpackError, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,13 +47,23 @@ _MAX_WORLD_SIZE = 4096  # each rank's file is looked for
 _MAX_MESSAGE_LEN = 200  # of a decoder that quotes what it was given
 _BLOCK_BYTES = 32 * 1024  # some hundred records: what a core has close by
 _EVENT_ID = attrgetter("event_id")
-_BYTE_ORDER_MARKS = {
-    b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
+_SAVE_AS = "save it as UTF-8 without a byte order mark"
+_NO_TEXT = {  # what a file begins with, and what it is then
+    b"\xef\xbb\xbf": f"UTF-8 with a byte order mark; {_SAVE_AS}",
+    b"\xff\xfe\0\0": f"UTF-32; {_SAVE_AS}",
+    b"\0\0\xfe\xff": f"UTF-32; {_SAVE_AS}",
+    b"{\0\0\0": f"UTF-32; {_SAVE_AS}",
+    b"\0\0\0{": f"UTF-32; {_SAVE_AS}",
+    b"\xff\xfe": f"UTF-16; {_SAVE_AS}",
+    b"\xfe\xff": f"UTF-16; {_SAVE_AS}",
+    b"{\0": f"UTF-16; {_SAVE_AS}",
+    b"\0{": f"UTF-16; {_SAVE_AS}",
+    b"BZh": "packed with bzip2: unpack it first",
+    b"\xfd7zXZ\0": "packed with xz: unpack it first",
+    b"\x04\x22\x4d\x18": "packed with lz4: unpack it first",
+    b"PK\x03\x04": "a zip file: unpack it first",
 }
-_COMPRESSED_CHUNK_BYTES = 16 * 1024
-_TRUNCATED = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
+STDIN = "standard input"
 
 
 class UnreadableTraceError(ValueError):
@@ -63,14 +71,19 @@ class UnreadableTraceError(ValueError):
 
 
 def read_trace(
-    source: str | Path | BinaryIO, *, warn: Callable[[str], None] | None = None
+    source: str | Path | BinaryIO,
+    *,
+    warn: Callable[[str], None] | None = None,
+    name: str | Path | None = None,
 ) -> Iterator[Record]:
     """Read a trace.
 
     Args:
-        source: a path (.gz and .zst are decompressed), "-" for stdin, or an open binary file.
+        source: a path, "-" for standard input, or an open binary file; what is packed with gzip or
+            zstd, whatever its name is, is unpacked.
         warn: takes a sentence about each thing that is wrong but survivable: a cut last line, a
             missing footer, unknown events. Ignored if None.
+        name: what messages call it; None for the name that it has.
 
     Yields:
         The Header first, then every event in its order, a Footer last if there is one.
@@ -79,13 +92,16 @@ def read_trace(
         UnreadableTraceError: no such file, not a trace, or a line that is no record.
         NewerTraceError: the trace's format is of a newer major version.
     """
-    for block in read_blocks(source, warn=warn):
+    for block in read_blocks(source, warn=warn, name=name):
         yield from block
         del block  # so that its records go before the next ones come
 
 
 def read_blocks(
-    source: str | Path | BinaryIO, *, warn: Callable[[str], None] | None = None
+    source: str | Path | BinaryIO,
+    *,
+    warn: Callable[[str], None] | None = None,
+    name: str | Path | None = None,
 ) -> Iterator[list[Record]]:
     """Read a trace, some hundred records at a time: as `read_trace`, for those in a hurry.
 
@@ -95,6 +111,7 @@ def read_blocks(
     Args:
         source: see `read_trace`.
         warn: see `read_trace`.
+        name: see `read_trace`.
 
     Yields:
         What `read_trace` yields, in lists.
@@ -102,10 +119,17 @@ def read_blocks(
     Raises:
         UnreadableTraceError, NewerTraceError: see `read_trace`.
     """
-    name = source if isinstance(source, str | Path) else getattr(source, "name", "the trace")
+    name = name_of(source) if name is None else name
     file = open_trace(source) if isinstance(source, str | Path) else source
     with file:
         yield from _decoded(line_blocks(file, name), name, warn or _ignore)
+
+
+def name_of(source: str | Path | BinaryIO) -> str | Path:
+    """What messages call a trace."""
+    if not isinstance(source, str | Path):
+        return cast("str", getattr(source, "name", "the trace"))
+    return STDIN if str(source) == "-" else source
 
 
 def read_ranks(
@@ -116,8 +140,8 @@ def read_ranks(
     Rank 0's alone says what was requested, scheduled and sampled: fold that one.
 
     Args:
-        source: path of rank 0's trace; the others lie beside it, by `rank_path`. "-" (stdin), and
-            the path of another rank's trace, are read alone.
+        source: path of rank 0's trace; the others lie beside it, by `rank_path`. "-" (standard
+            input), and the path of another rank's trace, are read alone.
         warn: see `read_trace`. A rank whose file is missing, or is of another run, is left out
             with a warning.
 
@@ -143,7 +167,8 @@ def rank_path(path: Path, rank: int) -> Path:
     """Where a rank's trace lies, if rank 0's lies at `path`: trace.jsonl, trace.rank1.jsonl ..."""
     if rank == 0:
         return path
-    ending = Path(path.stem).suffix + path.suffix if path.suffix in {".gz", ".zst"} else path.suffix
+    is_packed = path.suffix.lower() in {".gz", ".zst"}
+    ending = Path(path.stem).suffix + path.suffix if is_packed else path.suffix
     return path.with_name(f"{path.name.removesuffix(ending)}.rank{rank}{ending}")
 
 
@@ -249,11 +274,13 @@ def _one_by_one(
                     f"{name}: the last line ({number}) is cut; everything before it was read"
                 )
             problem = UnreadableTraceError(
-                _broken(name, number, line, error) if has_header else _no_header(name, line)
+                _broken(name, number, line, error) if has_header else _no_header(name, line, error)
             )
             problem.__cause__ = error
             return records, problem
-        except (UnreadableTraceError, NewerTraceError) as error:
+        except NewerTraceError as error:
+            return records, NewerTraceError(f"{name}: {error}")
+        except UnreadableTraceError as error:
             return records, error
         has_header = True
         records.append(record)
@@ -265,6 +292,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self._last: Record | None = None
+        self._num_after_footer: int | None = None  # None before there is one
         self._last_id = 0
         self._num_missing = 0
         self._unknown: Counter[str] = Counter()
@@ -279,6 +307,10 @@ class _Tally:
         if not records:
             return
         self._last = records[-1]
+        if self._num_after_footer is not None:
+            self._num_after_footer += len(records)
+        elif Footer in (types := [*map(type, records)]):
+            self._num_after_footer = len(types) - 1 - types.index(Footer)
         try:
             event_ids = [*map(_EVENT_ID, records)]
         except AttributeError:  # a header, or events that are not known
@@ -307,7 +339,9 @@ class _Tally:
         if self._num_missing:
             missing = f"{self._num_missing} events are missing"
             yield f"{name}: {missing}, by the numbers of those that are there"
-        if not isinstance(self._last, Footer):
+        if self._num_after_footer:
+            yield f"{name}: {self._num_after_footer} lines come after the footer, which should be the last"
+        if self._num_after_footer is None:
             yield f"{name} has no footer: the run was cut off; everything it wrote was read"
 
 
@@ -318,18 +352,16 @@ def _check_header(record: Record, name: str | Path) -> None:
         raise UnreadableTraceError(
             f"{name} says that it is of rank {record.rank} of {record.world_size}: no run has that"
         )
-    if record.version[0] > VERSION[0]:
-        raise NewerTraceError(
-            f"{name} has format version {record.version[0]}.{record.version[1]}, and this nvtrace "
-            f"reads up to {VERSION[0]}.x: install a newer nanovllm to read it"
-        )
+    check_version({"version": [*record.version]})
 
 
-def _no_header(name: str | Path, line: bytes) -> str:
+def _no_header(name: str | Path, line: bytes, error: Exception) -> str:
     told = f"{name} is not an nvtrace trace: its first line is no header"
-    for mark, encoding in _BYTE_ORDER_MARKS.items():
-        if line.startswith(mark):
-            return f"{told}: it is {encoding}; save it as UTF-8 without a mark"
+    for start, what in _NO_TEXT.items():
+        if line.startswith(start):
+            return f"{told}: it is {what}"
+    if b'"TRACE_HEADER"' in line and isinstance(error, msgspec.ValidationError):
+        return f"{told} that can be right ({str(error)[:_MAX_MESSAGE_LEN]})"
     return told
 
 
@@ -358,13 +390,17 @@ def line_blocks(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, list[by
         name: for errors.
 
     Raises:
-        UnreadableTraceError: it cannot be read or decompressed, or has a line without an end.
+        UnreadableTraceError: it cannot be read or unpacked, or has a line without an end.
     """
     read = getattr(file, "read1", file.read)
     number = 1
     rest: list[bytes] = []  # of a line whose end has not come
     num_rest_bytes = 0
-    while chunk := _some_bytes(read, name, number - 1):
+    chunks = unpacked(read, _BLOCK_BYTES)
+    while chunk := _some_bytes(chunks, name, number - 1):
+        if not rest and chunk.isspace() and chunk.endswith(b"\n"):
+            number += chunk.count(b"\n")  # there may be millions of them: as quickly as can be
+            continue
         lines = io.BytesIO(chunk).readlines()
         is_whole = lines[-1].endswith(b"\n")
         if is_whole or len(lines) > 1:
@@ -381,22 +417,21 @@ def line_blocks(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, list[by
         yield number, [b"".join(rest)]
 
 
-def _some_bytes(read: Callable[[int], bytes], name: str | Path, num_lines: int) -> bytes:
+def _some_bytes(chunks: Iterator[bytes], name: str | Path, num_lines: int) -> bytes:
     """What comes next; nothing at the end, be it cut off or not."""
     try:
-        return read(_BLOCK_BYTES)
-    except _TRUNCATED as error:
-        if not num_lines:
-            raise UnreadableTraceError(f"{name} cannot be decompressed ({error})") from error
-        if isinstance(error, EOFError):
-            return b""  # a compressed file without its end: a cut tail
-        raise UnreadableTraceError(f"{name} is damaged after line {num_lines} ({error})") from error
+        return next(chunks, b"")
+    except UnpackError as error:
+        what = f"is damaged after line {num_lines}" if num_lines else "cannot be decompressed"
+        raise UnreadableTraceError(f"{name} {what} ({error})") from error
+    except BombError as error:
+        raise UnreadableTraceError(f"{name} {error}") from error
     except OSError as error:
         raise UnreadableTraceError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def open_trace(source: str | Path) -> BinaryIO:
-    """Open a trace, decompressed; "-" is stdin.
+    """Open a trace; "-" is standard input.
 
     Raises:
         UnreadableTraceError: it cannot be opened.
@@ -412,49 +447,7 @@ def open_trace(source: str | Path) -> BinaryIO:
         raise UnreadableTraceError(f"{path}: no such file") from error
     except OSError as error:
         raise UnreadableTraceError(f"{path} cannot be opened ({error.strerror})") from error
-    if path.suffix == ".gz":
-        file.close()  # only opened to see whether it can be
-        return cast("BinaryIO", gzip.open(path, "rb"))
-    if path.suffix == ".zst":
-        return cast("BinaryIO", io.BufferedReader(_ZstdFile(file)))
     return file
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompresses a file, also one without its end, to the last byte that is in it.
-
-    (zstandard's own stream_reader keeps back what it has decoded when its input ends in a frame.)
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
-        self._decoded = memoryview(b"")
-        self._is_blank = True  # nothing has come out so far
-
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any writable buffer
-        """Fill `buffer`; 0 at the end."""
-        while not self._decoded:
-            compressed = self._file.read(_COMPRESSED_CHUNK_BYTES)
-            if not compressed:
-                if self._is_blank and self._file.tell():
-                    raise EOFError("it holds nothing, or was cut off in its first block")
-                return 0
-            self._decoded = memoryview(self._decompressor.decompress(compressed))
-            self._is_blank = self._is_blank and not self._decoded
-        num_bytes = min(len(buffer), len(self._decoded))
-        buffer[:num_bytes] = self._decoded[:num_bytes]
-        self._decoded = self._decoded[num_bytes:]
-        return num_bytes
-
-    def close(self) -> None:
-        """Close the file beneath as well."""
-        self._file.close()
-        super().close()
 
 
 def _ignore(_message: str) -> None:

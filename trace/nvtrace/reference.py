@@ -20,8 +20,8 @@ import msgspec
 
 from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, load_catalog
-from nvtrace.envelope import VERSION, Footer, Header
-from nvtrace.events import EVENT_TYPES, AnyEvent, Event
+from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event, field_types
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
@@ -78,14 +78,9 @@ def describe(tag: str, catalog: Catalog) -> EventReference:
     struct = RECORD_TYPES[tag]
     is_event = issubclass(struct, Event)
     fields = tuple(
-        FieldReference(
-            field.name,
-            type_name(field.type),
-            catalog.field(tag, field.name),
-            catalog.codes(tag, field.name),
-        )
-        for field in msgspec.structs.fields(struct)
-        if not (is_event and field.name in _ENVELOPE)
+        FieldReference(name, type_name(type_), catalog.field(tag, name), catalog.codes(tag, name))
+        for name, type_ in field_types(struct).items()
+        if not (is_event and name in _ENVELOPE)
     )
     hook = hook_of(tag) if is_event else None
     title, when, meaning = catalog.title(tag), catalog.when(tag), catalog.meaning(tag)
@@ -194,6 +189,10 @@ def _frame_section(frame: Frame, heading: str, catalog: Catalog) -> str:
 def trace_schema() -> dict[str, Any]:
     """The JSON Schema of one line of a trace."""
     schema = msgspec.json.schema(Header | Footer | AnyEvent)
+    facts = msgspec.json.schema(HeaderFacts)["$defs"]
+    for name, part in facts.pop("HeaderFacts")["properties"].items():
+        schema["$defs"]["Header"]["properties"][name] = part
+    schema["$defs"] |= facts
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A line of an nvtrace trace, format {VERSION[0]}.{VERSION[1]}",

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-_MOST_BLOCKS = 2**24  # a pool of that many would take gigabytes to rebuild
-
-
 class InconsistentTraceError(ValueError):
     """An event says something that cannot follow from those before it."""
 
@@ -102,7 +99,7 @@ class State:
         self.block_size = event.block_size
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
-        if not 0 <= event.num_kvcache_blocks <= _MOST_BLOCKS:
+        if not 0 <= event.num_kvcache_blocks <= ev.MOST_BLOCKS:
             raise ValueError(f"no pool has {event.num_kvcache_blocks} pages")
         self.num_blocks = event.num_kvcache_blocks
         self._clear_pool()

@@ -5,24 +5,20 @@ leaves an index beside a large trace: the state every few megabytes, and where i
 stands. Each later look folds from the snapshot before its step, a few megabytes at most.
 
     trace.jsonl              1 GB
-    trace.jsonl.nvindex      a zip file: index.json, and snapshots/STEP in msgpack
+    trace.jsonl.nvindex      see `nvindex.py`
 
-An index is good for one size and one modification time of its trace; else it is made anew. A trace
-below SPACING_BYTES needs none. One that is compressed, or lies where nothing can be written, is
-read from its start each time.
+An index is good for one size and one modification time of its trace, and if its digest is right;
+else it is made anew. A trace below SPACING_BYTES needs none. One that is compressed, or lies where
+nothing can be written, is read from its start each time.
 
-Knows files and how a state is kept. Does not know what a moment is for (`at.py`).
+Knows where a fold can begin, and how a state is kept. Does not know what a moment is for (`at.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import zipfile
 import zlib
 from bisect import bisect_left
 from collections import OrderedDict
-from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from typing import TYPE_CHECKING
 
@@ -32,8 +28,10 @@ from typing_extensions import override
 from nvtrace import events as ev
 from nvtrace.at import Place, matches, moments
 from nvtrace.envelope import decode
+from nvtrace.nvindex import Entrance, Index, pack, read_index, unpack, write_index
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import SequenceState, State
+from nvtrace.unpack import is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 
 SPACING_BYTES = 4 * 2**20
 _SNAPSHOTS_APART = 4  # times their own size, so that the index stays smaller than the trace
-_VERSION = 1
 
 
 class NoSuchStepError(ValueError):
@@ -98,24 +95,6 @@ def load_state(data: bytes) -> State:
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class Entrance:
-    """Where a fold can begin: after this step, at this byte. The first one is the trace's start."""
-
-    step: int
-    offset: int
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """What an index says of itself."""
-
-    version: int
-    size: int
-    mtime_ns: int
-    last_step: int
-    entrances: list[Entrance]
-
-
 class Film:
     """A trace that can be entered at any step.
 
@@ -125,6 +104,7 @@ class Film:
         watch: told now and then how many bytes of the trace were read, when it is read whole.
         spacing_bytes: how far snapshots are apart; SPACING_BYTES if None.
         index_folder: where the index lies; beside the trace if None.
+        name: what messages call the trace; None for its path.
 
     Attributes:
         index_path: where its index lies, if it has one.
@@ -139,8 +119,11 @@ class Film:
         watch: Callable[[int], None] | None = None,
         spacing_bytes: int | None = None,
         index_folder: Path | None = None,
+        name: str | None = None,
     ) -> None:
         self.path = path
+        self.name = path.name if name is None else name
+        self._full_name = path if name is None else name
         self.index_path = (index_folder or path.parent) / f"{path.name}.nvindex"
         self._warn = warn
         self._watch = watch
@@ -148,9 +131,9 @@ class Film:
         self._entrances = [Entrance(0, 0)]
         self._last_step: int | None = None  # not known before the trace was read
         self.has_made_index = False
-        is_seekable = path.is_file() and path.suffix not in {".gz", ".zst"}
-        if is_seekable and path.stat().st_size > self._spacing_bytes:
-            index = self._read_index() or self._write_index()
+        is_large = path.is_file() and path.stat().st_size > self._spacing_bytes
+        if is_large and not is_packed(path):
+            index = self._index()
             self._entrances, self._last_step = index.entrances, index.last_step
 
     def at(self, step: int | None, point: Point) -> Moment:
@@ -175,11 +158,11 @@ class Film:
             if last_step > step:
                 break
         if last_step < step:
-            raise NoSuchStepError(f"{self.path.name} has no step {step}: {self._extent()}")
+            raise NoSuchStepError(f"{self.name} has no step {step}: {self._extent()}")
         raise NoSuchStepError(
-            f"step {step} of {self.path.name} decided nothing: it broke off before its schedule"
+            f"step {step} of {self.name} decided nothing: it broke off before its schedule"
             if point == "schedule"
-            else f"{self.path.name} has no step {step}: {self._extent()}"
+            else f"{self.name} has no step {step}: {self._extent()}"
         )
 
     def find(
@@ -236,15 +219,15 @@ class Film:
         """What a segment begins with, and its records.
 
         Raises:
-            UnreadableTraceError: the index is damaged. The records raise what `read_trace` does.
+            UnreadableTraceError: the index was changed. The records raise what `read_trace` does.
         """
         if len(self._entrances) == 1:
             warn, self._warn = self._warn, None  # once is enough
-            return State(), read_trace(self.path, warn=warn)
+            return State(), read_trace(self.path, warn=warn, name=self._full_name)
         entrance = self._entrances[number]
         is_last = number + 1 == len(self._entrances)
         stop = None if is_last else self._entrances[number + 1].offset
-        state = self._read_state(entrance.step) if number else State()
+        state = self._read_state(entrance) if number else State()
         return state, _records_between(self.path, entrance.offset, stop)
 
     def _moments(
@@ -262,7 +245,7 @@ class Film:
             last_step = moment.step
         self._last_step = last_step
         if not last_step:
-            raise NoSuchStepError(f"{self.path.name} has no steps")
+            raise NoSuchStepError(f"{self.name} has no steps")
         return last_step
 
     def _extent(self) -> str:
@@ -273,63 +256,39 @@ class Film:
 
     # -- the index -------------------------------------------------------------------------------
 
-    def _read_index(self) -> _Index | None:
-        """The index beside the trace; None if there is none that fits."""
+    def _read_state(self, entrance: Entrance) -> State:
         try:
-            with zipfile.ZipFile(self.index_path) as file:
-                index = msgspec.json.decode(file.read("index.json"), type=_Index)
-        except (OSError, KeyError, zipfile.BadZipFile, msgspec.MsgspecError):
-            return None
-        status = self.path.stat()
-        key = (_VERSION, status.st_size, status.st_mtime_ns)
-        return index if (index.version, index.size, index.mtime_ns) == key else None
-
-    def _read_state(self, step: int) -> State:
-        try:
-            with zipfile.ZipFile(self.index_path) as file:
-                return load_state(file.read(_snapshot_name(step)))
-        except (OSError, KeyError, zipfile.BadZipFile, zlib.error, msgspec.MsgspecError) as error:
+            return load_state(unpack(self.index_path, entrance, self.path.stat().st_size))
+        except (OSError, zlib.error, msgspec.MsgspecError) as error:
             raise UnreadableTraceError(
-                f"{self.index_path} is damaged ({error}): delete it, it is made anew"
+                f"{self.index_path} was changed while it was read ({error}): start again"
             ) from error
 
-    def _write_index(self) -> _Index:
-        """Fold the whole trace once, and leave its snapshots beside it."""
-        status = self.path.stat()
-        unfinished = self.index_path.with_name(f"{self.index_path.name}.{os.getpid()}")
-        try:
-            with zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-                entrances, last_step = self._film(file)
-                index = _Index(_VERSION, status.st_size, status.st_mtime_ns, last_step, entrances)
-                file.writestr("index.json", msgspec.json.encode(index))
-            unfinished.replace(self.index_path)
-        except OSError:  # nothing can be written here: every look reads from the start
-            return _Index(_VERSION, 0, 0, 0, [Entrance(0, 0)])
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-        self.has_made_index = True
-        return index
+    def _index(self) -> Index:
+        """The index beside the trace, or one that is made now."""
+        index = read_index(self.index_path)
+        if index is not None and index.fits(self.path):
+            return index
+        index = write_index(self.index_path, self._film)
+        self.has_made_index = index is not None
+        return index or Index(0, 0, 0, [Entrance(0, 0)])  # every look reads from the start
 
-    def _film(self, archive: zipfile.ZipFile) -> tuple[list[Entrance], int]:
+    def _film(self, index: BinaryIO) -> Index:
+        """Fold the whole trace once, and put its snapshots into the index."""
+        status = self.path.stat()
         entrances, last_step, next_offset = [Entrance(0, 0)], 0, self._spacing_bytes
         with _LineByLine(FileIO(self.path)) as file:
-            reading = _Reading(file, self._watch)
+            reading = _Reading(file, self._watch, self._full_name)
             for moment in moments(reading.records(self._warn)):
                 last_step = moment.step
                 is_entrance = moment.point == "end" and reading.is_between_steps
                 if not is_entrance or reading.offset < next_offset:
                     continue
                 snapshot = save_state(moment.state)
-                archive.writestr(_snapshot_name(moment.step), snapshot)
-                entrances.append(Entrance(moment.step, reading.offset))
+                entrances.append(pack(snapshot, index, moment.step, reading.offset))
                 apart = max(self._spacing_bytes, _SNAPSHOTS_APART * len(snapshot))
                 next_offset = reading.offset + apart
-        return entrances, last_step
-
-
-def _snapshot_name(step: int) -> str:
-    return f"snapshots/{step}"
+        return Index(status.st_size, status.st_mtime_ns, last_step, entrances)
 
 
 class _LineByLine(BufferedReader):
@@ -347,8 +306,11 @@ class _Reading:
         offset: where the record that was given out last begins.
     """
 
-    def __init__(self, file: BinaryIO, watch: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, file: BinaryIO, watch: Callable[[int], None] | None, name: Path | str
+    ) -> None:
         self._file = file
+        self._name = name
         self._watch = watch
         self.offset = 0
         self.is_between_steps = False
@@ -356,7 +318,7 @@ class _Reading:
     def records(self, warn: Callable[[str], None] | None) -> Iterator[Record]:
         end = 0
         last: Record | None = None
-        for record in read_trace(self._file, warn=warn):
+        for record in read_trace(self._file, warn=warn, name=self._name):
             self.offset, end = end, self._file.tell()
             # A step that broke off may leave something behind that is part of no snapshot.
             self.is_between_steps = isinstance(last, ev.StepEnd)

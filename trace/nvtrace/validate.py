@@ -20,7 +20,7 @@ import msgspec
 
 from nvtrace.envelope import SCHEMA, Footer, Header, Record, Unknown, check_version, decode
 from nvtrace.events import Event, tag_of
-from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
+from nvtrace.reader import UnreadableTraceError, name_of, open_trace, raw_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -132,7 +132,7 @@ def validate(
     """Every fault of a trace, as it is read, in bounded memory.
 
     Args:
-        source: a path (.gz and .zst are decompressed), or "-" for stdin.
+        source: see `nvtrace.reader.read_trace`.
         validator: a new one; it has counted when this is over.
         warn: takes a sentence about what is no fault, but not all one would wish.
 
@@ -140,18 +140,19 @@ def validate(
         UnreadableTraceError: no such file, an empty one, or one that cannot be decompressed.
         NewerTraceError: the trace's format is of a newer major version.
     """
+    name = name_of(source)
     with open_trace(source) as file:
-        for number, line, is_whole in raw_lines(file, source):
+        for number, line, is_whole in raw_lines(file, name):
             if not is_whole and number > 1 and _read(line)[1] is not None:
-                warn(f"{source}: the last line ({number}) is cut")
+                warn(f"{name}: the last line ({number}) is cut")
                 break
             yield from validator.take(number, line)
     if not validator.num_lines:
-        raise UnreadableTraceError(f"{source} is empty: no trace was written to it")
+        raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
     if validator.num_unknown:
-        warn(f"{source}: {validator.num_unknown} events are of a newer nvtrace")
+        warn(f"{name}: {validator.num_unknown} events are of a newer nvtrace")
     if not validator.has_footer:
-        warn(f"{source} has no footer: the run was cut off")
+        warn(f"{name} has no footer: the run was cut off")
 
 
 def _read(line: bytes) -> tuple[Record | None, tuple[str, dict[str, Any]] | None]:

@@ -6,13 +6,14 @@ Knows which facts of a header are worth a line. Does not read files.
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from nvtrace.envelope import ModelFacts
 from nvtrace_cli.views.console import glyphs
 from nvtrace_cli.views.text import count, duration, escape, flow, parameters, size
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from nvtrace import events as ev
     from nvtrace.catalog import Catalog
+    from nvtrace.envelope import EnvironmentFacts
     from nvtrace_cli.summary import RunSummary
 
 _LINES = ("model", "engine", "limits", "page", "room", "pages", "machine", "started")
@@ -47,7 +49,7 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
         _engine(run, catalog),
         _limits(run, catalog),
         *_kv_budget(run.budget, catalog, shapes.times, run.header.world_size),
-        _machine(run.header.environment),
+        _machine(run.header.facts.environment),
         _started(run, catalog),
     )
     for label, parts in zip(labels, contents, strict=True):
@@ -64,14 +66,16 @@ def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console)
 
 
 def _model(run: RunSummary, catalog: Catalog) -> list[str]:
-    model = run.header.model
-    folder = run.init.model if run.init else str(run.header.config.get("model", ""))
+    facts = run.header.facts
+    model = facts.model
+    folder = run.init.model if run.init else facts.config.model
     parts = [PurePath(folder).name or folder] if folder else []
-    if "architecture" in model:
-        parts.append(str(model["architecture"]))
-    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-    if all(name in model for name in shape):
-        parts.append(catalog.ui("header_shape", **{name: model[name] for name in shape}))
+    if model.architecture is not None:
+        parts.append(model.architecture)
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    shape = {name: getattr(model, name) for name in names}
+    if None not in shape.values():
+        parts.append(catalog.ui("header_shape", **shape))
     number = num_parameters(model)
     if number is not None:
         parts.append(catalog.ui("header_parameters", number=parameters(number)))
@@ -80,28 +84,34 @@ def _model(run: RunSummary, catalog: Catalog) -> list[str]:
     return parts
 
 
-def num_parameters(model: dict[str, Any]) -> int | None:
+def num_parameters(model: ModelFacts) -> int | None:
     """Parameters of a Qwen3 of this shape, a tied head counted once; None if the shape is unknown.
 
     Args:
-        model: `ModelConfig` as the trace's header holds it.
+        model: of the trace's header.
     """
-    try:
-        hidden, head_dim = model["hidden_size"], model["head_dim"]
-        q_size = model["num_attention_heads"] * head_dim
-        kv_size = model["num_key_value_heads"] * head_dim
-        attention = 2 * hidden * (q_size + kv_size) + 2 * head_dim  # q, k, v, o; q_norm, k_norm
-        mlp = 3 * hidden * model["intermediate_size"]  # gate, up, down
-        layers = model["num_hidden_layers"] * (attention + mlp + 2 * hidden)  # and two norms
-        embedding = model["vocab_size"] * hidden
-        return int(layers + hidden + embedding * (1 if model["tie_word_embeddings"] else 2))
-    except (KeyError, TypeError):
-        return None
+    match model:
+        case ModelFacts(
+            hidden_size=int(hidden),
+            head_dim=int(head_dim),
+            num_attention_heads=int(num_heads),
+            num_key_value_heads=int(num_kv_heads),
+            intermediate_size=int(intermediate_size),
+            num_hidden_layers=int(num_layers),
+            vocab_size=int(vocab_size),
+            tie_word_embeddings=bool(is_tied),
+        ):
+            # q, k, v, o; q_norm, k_norm
+            attention = 2 * hidden * head_dim * (num_heads + num_kv_heads) + 2 * head_dim
+            mlp = 3 * hidden * intermediate_size  # gate, up, down
+            layers = num_layers * (attention + mlp + 2 * hidden)  # and two norms
+            return layers + hidden + vocab_size * hidden * (1 if is_tied else 2)
+    return None
 
 
 def _engine(run: RunSummary, catalog: Catalog) -> list[str]:
-    engine = run.header.engine
-    parts = [f"{engine.get('name', '?')} {engine.get('version', '')}".strip()]
+    engine = run.header.facts.engine
+    parts = [f"{engine.name or '?'} {engine.version or ''}".strip()]
     if run.init:
         if run.init.tp_size > 1:
             parts.append(catalog.ui("header_ranks", number=run.init.tp_size))
@@ -174,20 +184,15 @@ def _room(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> str:
     )
 
 
-def _machine(environment: dict[str, Any]) -> list[str]:
+def _machine(environment: EnvironmentFacts) -> list[str]:
     known = (
-        ("platform", "{} {machine}"),
-        ("num_cpus", "{} CPUs"),
-        ("python", "Python {}"),
-        ("torch", "torch {}"),
-        ("gpu", "{}"),
+        (environment.platform, f"{environment.platform} {environment.machine or ''}".strip()),
+        (environment.num_cpus, f"{environment.num_cpus} CPUs"),
+        (environment.python, f"Python {environment.python}"),
+        (environment.torch, f"torch {environment.torch}"),
+        (environment.gpu, environment.gpu or ""),
     )
-    machine = environment.get("machine", "")
-    return [
-        form.format(environment[name], machine=machine).strip()
-        for name, form in known
-        if environment.get(name) is not None
-    ]
+    return [shown for value, shown in known if value is not None]
 
 
 def _started(run: RunSummary, catalog: Catalog) -> list[str]:

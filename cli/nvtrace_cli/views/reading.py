@@ -57,12 +57,12 @@ def reading_bar(source: str, *, prints_meanwhile: bool = False) -> Iterator[Bar]
     """Show how far a file is read; the bar is gone in the end.
 
     Args:
-        source: path of the trace. Of a compressed one, or stdin, nobody knows how far it is.
+        source: path of the trace. Of standard input, or a pipe, nobody knows how far it is.
         prints_meanwhile: data goes to stdout all the time; on a terminal it shows how far it is.
     """
     path = Path(source)
     num_bytes = path.stat().st_size if path.is_file() else 0
-    is_known = num_bytes >= _SMALL_BYTES and path.suffix not in {".gz", ".zst"}
+    is_known = num_bytes >= _SMALL_BYTES
     is_busy = prints_meanwhile and is_terminal()
     if not is_known or is_busy or not is_terminal(stderr=True):
         yield Bar()

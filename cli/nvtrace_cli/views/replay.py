@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from nvtrace.envelope import Footer, Header
-from nvtrace.reader import read_ranks
+from nvtrace.reader import name_of, read_ranks
 from nvtrace.replay import InconsistentTraceError
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.folding import fold
@@ -62,7 +62,7 @@ class Replay:
     @property
     def name(self) -> str:
         """What the trace is called on screen."""
-        return "stdin" if self.source == "-" else PurePath(self.source).name
+        return PurePath(name_of(self.source)).name
 
     def show(self, *, has_frame: bool, has_timeline: bool, has_steps: bool) -> None:
         """Draw the run.

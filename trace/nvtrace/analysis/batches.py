@@ -5,10 +5,11 @@ Knows steps. Does not know pages (`pages.py`) or requests (`latency.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from msgspec import structs
 
 from nvtrace.analysis.columns import ANALYSES
 from nvtrace.analysis.frames import frame_of, of_first_rank
@@ -118,7 +119,8 @@ def byte_floor(header: Header, bytes_per_second: float) -> Floor:
     Raises:
         ValueError: the header does not tell the model's shape.
     """
-    model, config = header.model, header.config
+    facts = structs.asdict(header.facts.model) | {"dtype": header.facts.config.dtype}
+    model: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
     try:
         hidden, head_dim = model["hidden_size"], model["head_dim"]
         num_heads, num_kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
@@ -128,7 +130,7 @@ def byte_floor(header: Header, bytes_per_second: float) -> Floor:
         layers = model["num_hidden_layers"] * (attention + mlp + norms)
         # Of the input embedding a step reads a few rows; the head is read whole.
         num_read = layers + hidden + model["vocab_size"] * hidden
-        num_bytes = _BYTES_PER_NUMBER[config["dtype"]]
+        num_bytes = _BYTES_PER_NUMBER[model["dtype"]]
         kv_heads_here = max(num_kv_heads // header.world_size, 1)
         per_token = 2 * model["num_hidden_layers"] * kv_heads_here * head_dim
     except KeyError as error:

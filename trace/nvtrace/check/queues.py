@@ -38,7 +38,7 @@ def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
         event.seq_id > ledger.next_seq_id and not ledger.is_reset
     ):
         yield Clash(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
-    vocab_size = ledger.header.model.get("vocab_size") if ledger.header else None
+    vocab_size = (ledger.header.facts.model.vocab_size if ledger.header else None) or 2**32
     yield from _in_vocabulary("prompt_token_ids", event.prompt_token_ids, vocab_size)
     init = ledger.init
     if event.max_tokens < 1 or num_tokens < 1:
@@ -51,11 +51,10 @@ def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
             yield Clash(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
 
 
-def _in_vocabulary(field: str, token_ids: list[int], vocab_size: object) -> Iterator[Clash]:
-    most = vocab_size if isinstance(vocab_size, int) else 2**32
-    outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
+def _in_vocabulary(field: str, token_ids: list[int], vocab_size: int) -> Iterator[Clash]:
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if outside:
-        yield Clash(Fact(field, outside[0]), Fact("vocab_size", most))
+        yield Clash(Fact(field, outside[0]), Fact("vocab_size", vocab_size))
 
 
 def _sampling(_ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:

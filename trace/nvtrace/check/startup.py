@@ -74,14 +74,14 @@ def _page_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Clash]:
     product = 2 * event.num_layers * event.block_size * event.num_kv_heads
     product *= event.head_dim * event.dtype_bytes
     yield from differ("block_bytes", event.block_bytes, "page_product", product)
-    model = ledger.header.model if ledger.header else {}
+    model = ledger.header.facts.model if ledger.header else None
     world_size = ledger.header.world_size if ledger.header else 1
     for field, name in (
         ("num_layers", "num_hidden_layers"),
         ("head_dim", "head_dim"),
         ("num_kv_heads", "num_key_value_heads"),
     ):
-        known = model.get(name)
+        known: int | None = getattr(model, name, None)
         if known is not None and field == "num_kv_heads":
             known = max(1, known // world_size)
         if known is not None:
@@ -159,9 +159,9 @@ def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Clash]:
     given = ledger.header.config.get("num_kvcache_blocks")
     if given is not None:
         yield from differ("num_kvcache_blocks", told, "header_config", given)
-    eos_token_ids = ledger.header.model.get("eos_token_ids")
+    eos_token_ids = ledger.header.facts.model.eos_token_ids
     if eos_token_ids:
-        yield from differ("eos_token_ids", event.eos_token_ids, "header_model", [*eos_token_ids])
+        yield from differ("eos_token_ids", event.eos_token_ids, "header_model", eos_token_ids)
 
 
 def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:

@@ -241,7 +241,7 @@ def _sampled(ledger: Ledger, event: ev.SampleTokens) -> Iterator[Clash]:
     yield from differ("seq_ids", event.seq_ids, "wholly_computed", ledger.step.sampled)
     known = [ledger.requests[seq_id].temperature for seq_id in event.seq_ids]
     yield from differ("temperatures", event.temperatures, "asked_temperatures", known)
-    vocab_size = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
+    vocab_size = (ledger.header.facts.model.vocab_size if ledger.header else None) or 2**32
     outside = [token_id for token_id in event.token_ids if not 0 <= token_id < vocab_size]
     if outside:
         yield Clash(Fact("token_ids", outside[0]), Fact("vocab_size", vocab_size))

@@ -111,7 +111,7 @@ class Spans:
 
     def _begin(self, header: Header) -> None:
         self._run_id, self._anchor_unix_ns = header.run_id, anchor_unix_ns(header)
-        name, version = (str(header.engine.get(key, "")) for key in ("name", "version"))
+        name, version = (getattr(header.facts.engine, key) or "" for key in ("name", "version"))
         self._scope = {"name": "nvtrace", "version": version}
         self._resource = {
             "service.name": name,
@@ -245,8 +245,8 @@ def _answer(metrics: RequestMetrics) -> dict[str, Any]:
 
 def anchor_unix_ns(header: Header) -> int:
     """The Unix time of ts_ns = 0; the epoch itself if the header does not say."""
-    anchor = header.clock.get("anchor_unix_ns")
-    if isinstance(anchor, int):
+    anchor = header.facts.clock.anchor_unix_ns
+    if anchor is not None:
         return anchor
     try:
         return round(datetime.fromisoformat(header.created).timestamp() * _NS_PER_S)

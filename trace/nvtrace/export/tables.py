@@ -10,12 +10,13 @@ Knows rows and columns. Does not know files (`csv_tables.py`, `parquet_tables.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from nvtrace.envelope import Footer, Header, Record, Unknown
-from nvtrace.events import EVENT_TYPES
+from nvtrace.events import EVENT_TYPES, field_types
+
+if TYPE_CHECKING:
+    import msgspec
 
 _STRUCTS: dict[str, type[msgspec.Struct]] = {
     "TRACE_HEADER": Header,
@@ -38,7 +39,7 @@ class Column:
 
 
 TABLES: dict[str, tuple[Column, ...]] = {
-    name: tuple(Column(field.name, field.type) for field in msgspec.structs.fields(struct))
+    name: tuple(Column(field, type_) for field, type_ in field_types(struct).items())
     for name, struct in _STRUCTS.items()
 }
 

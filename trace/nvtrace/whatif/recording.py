@@ -149,8 +149,8 @@ class Recording:
                 f"{cut} answers ended at max_model_len={self.settings.max_model_len}, and what "
                 "they would have said beyond it was not recorded: it can only be lowered"
             )
-        longest = self.header.model.get("max_position_embeddings")
-        if isinstance(longest, int) and settings.max_model_len > longest:
+        longest = self.header.facts.model.max_position_embeddings
+        if longest is not None and settings.max_model_len > longest:
             raise WhatIfError(
                 f"the model has {longest} positions: max_model_len={settings.max_model_len} is "
                 "more than it can have"

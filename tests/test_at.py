@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import hashlib
 import json
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ from rich.cells import cell_len
 
 from nvtrace import events as ev
 from nvtrace.at import Place, inputs_at, matches, moments
+from nvtrace.nvindex import read_index
 from nvtrace.query import STATE_FIELDS, QueryError, parse
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import State
@@ -402,7 +406,7 @@ def test_an_index_of_another_size_or_time_is_made_anew(trace: Path, *, is_longer
     assert bytes_read(trace, 3)[0] == []
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip", None])
+@pytest.mark.parametrize("content", [b"", b"no index", b"\0" * 1000, None])
 def test_an_index_that_is_none_is_made_anew(trace: Path, content: bytes | None) -> None:
     bytes_read(trace, 3)
     index = trace.with_name(f"{trace.name}.nvindex")
@@ -411,14 +415,80 @@ def test_an_index_that_is_none_is_made_anew(trace: Path, content: bytes | None) 
     assert bytes_read(trace, 3)[0] == []
 
 
-def test_an_index_damaged_within_is_named(trace: Path) -> None:
+@pytest.mark.parametrize("place", [*(0, 1, 63, 64, 65, 100, 200), *(-1, -2, -8, -9, -40, -300)])
+@pytest.mark.parametrize("bit", [0, 6])
+def test_an_index_with_a_bit_flipped_is_made_anew(trace: Path, place: int, bit: int) -> None:
+    bytes_read(trace, 3)
+    index = trace.with_name(f"{trace.name}.nvindex")
+    data = bytearray(index.read_bytes())
+    data[place] ^= 1 << bit
+    index.write_bytes(data)
+    assert read_index(index) is None
+    assert bytes_read(trace, 12)[0] != []
+    data[place] ^= 1 << bit
+    assert index.read_bytes() == data
+
+
+def test_an_index_that_tells_what_none_can_is_made_anew(trace: Path) -> None:
+    """Its digest is right: somebody made it so."""
+    bytes_read(trace, 3)
+    index = trace.with_name(f"{trace.name}.nvindex")
+    data = index.read_bytes()[64:]
+    for entrances in (b'"entrances":[]', b'"entrances":[{"step":0,"offset":-1}]', b"{"):
+        rest = data[:100] + b'{"size":1,"mtime_ns":1,"last_step":1,' + entrances + b"}"
+        for place in (164, 100, 2**63, len(rest) + 64):
+            whole = rest + place.to_bytes(8, "little")
+            index.write_bytes(hashlib.blake2b(whole).digest() + whole)
+            assert read_index(index) is None
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link to a fifo"])
+def test_an_index_that_is_no_plain_file_is_neither_opened_nor_replaced(
+    trace: Path, kind: str
+) -> None:
+    index = trace.with_name(f"{trace.name}.nvindex")
+    if kind == "folder":
+        index.mkdir()
+    else:
+        fifo = index if kind == "fifo" else trace.with_name("fifo")
+        os.mkfifo(fifo)
+        if kind != "fifo":
+            index.symlink_to(fifo)
+    mode = index.lstat().st_mode
+    seen = Film(trace, spacing_bytes=2000).at(12, "end")
+    assert snapshot_of_fold(seen.state) == snapshot_of_fold(Film(trace).at(12, "end").state)
+    assert index.lstat().st_mode == mode
+
+
+def test_an_index_that_was_changed_after_it_was_opened_is_named(trace: Path) -> None:
     film = Film(trace, spacing_bytes=2000)
     data = bytearray(film.index_path.read_bytes())
-    start = data.index(b"snapshots/") + 40
-    data[start : start + 60] = bytes(60)
+    data[80:600] = bytes(520)
     film.index_path.write_bytes(data)
-    with pytest.raises(UnreadableTraceError, match=r"nvindex is damaged .*: delete it"):
+    with pytest.raises(UnreadableTraceError, match=r"nvindex was changed while it was read"):
         film.at(film._entrances[1].step + 1, "end")
+
+
+def test_a_pipe_is_looked_into_as_a_file_is(folder: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = gzip.compress((folder / "crowded.jsonl").read_bytes())
+    expected = spawn("at", folder / "crowded.jsonl", "--json")
+    with ThreadPoolExecutor() as threads:
+        threads.submit(pipe.write_bytes, content)
+        assert spawn("at", pipe, "--json") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty"), (b"Dear diary,\n", "is not an nvtrace trace")]
+)
+@pytest.mark.parametrize("command", ["at", "replay", "stats", "check", "validate"])
+def test_standard_input_is_called_so(command: str, content: bytes, said: str) -> None:
+    outcome = spawn(command, "-", stdin=content)
+    assert said in outcome.err + outcome.out
+    assert outcome.code in {1, 3}
+    if outcome.code == 3:
+        assert outcome.err.startswith(f"nvtrace: standard input {said}")
 
 
 def test_where_no_index_can_be_written_every_look_reads_from_the_start(trace: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,15 @@ import zstandard
 from nvtrace_cli.views.text import escape_json
 from support import fuzz_reader
 from support.cli import call
-from support.fuzz_reader import COMMANDS, Case, draw_case, draw_commands, examine, run_captured
+from support.fuzz_reader import (
+    COMMANDS,
+    Case,
+    change_start,
+    draw_case,
+    draw_commands,
+    examine,
+    run_captured,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +45,23 @@ def test_a_short_fuzz_finds_nothing(traces: list[bytes], folder: Path, tmp_path:
         own = tmp_path / str(index)
         own.mkdir()
         assert faults(case, folder, own, draw_commands(SEED, index)) == [], case.story
+
+
+COUNTING = ("check", "replay", "whatif", "stats", "explain", "diff", "export", "at")
+
+
+@pytest.mark.usefixtures("eighty_columns")
+def test_whatever_a_start_tells_ends_with_a_code_of_the_design(
+    traces: list[bytes], folder: Path, tmp_path: Path
+) -> None:
+    random = Random(SEED)
+    of_numbers = [command for command in COMMANDS if command.startswith(COUNTING)]
+    for number in range(25):
+        data = change_start(random.choice(traces), random)
+        case = Case(data, ".jsonl", f"start {number}")
+        own = tmp_path / f"start{number}"
+        own.mkdir()
+        assert faults(case, folder, own, (*random.sample(of_numbers, 3),)) == [], data[:2000]
 
 
 @pytest.mark.usefixtures("eighty_columns")
@@ -140,8 +166,8 @@ def test_a_step_beyond_all_measure_has_its_place_on_the_axis(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (folder / "crowded.jsonl").read_text()
-    (tmp_path / "far.jsonl").write_text(text.replace('"step":3,', f'"step":{10**400},'))
+    (tmp_path / "far.jsonl").write_text(text.replace('"step":3,', f'"step":{2**63},'))
     outcome = call(capsys, "replay", tmp_path / "far.jsonl")
     assert outcome.code == 3
-    assert "comes after step 1000" in outcome.err
+    assert f"comes after step {2**63}" in outcome.err
     assert "prefill" in outcome.out

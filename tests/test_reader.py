@@ -12,6 +12,7 @@ import sys
 import zipfile
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import msgspec
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from nvtrace import events as ev
 from nvtrace import reader
-from nvtrace.envelope import VERSION, Footer, Header, NewerTraceError, Unknown, decode
+from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts, NewerTraceError, Unknown, decode
 from nvtrace.reader import UnreadableTraceError, read_blocks, read_trace
 from support.examples import changed, example_trace, line_of
 
@@ -35,6 +36,9 @@ LINES = example_trace()
 WHOLE = b"".join(LINES)
 HEADER, EVENT, FOOTER = LINES[0], LINES[1], LINES[-1]
 GZ = gzip.compress(WHOLE, mtime=0)
+
+
+LIMITS = ("tp_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size")
 
 
 def _zipped(data: bytes) -> bytes:
@@ -291,6 +295,65 @@ def test_a_rank_of_no_world_is_an_error(rank: int, world_size: int) -> None:
     header = json.loads(HEADER) | {"rank": rank, "world_size": world_size}
     with pytest.raises(UnreadableTraceError, match=f"of rank {rank} of {world_size}: no run"):
         read(json.dumps(header).encode() + b"\n" + EVENT)
+
+
+BOUNDED = [
+    (part.name, field)
+    for part in msgspec.structs.fields(HeaderFacts)
+    for field, kind in ev.field_types(part.type).items()
+    if kind == int | None
+]
+WRONG_NUMBERS = [-1, 0.5, 1e308, 2**63, 10**400, -(2**70), "8", "x" * 1000, [], [8], {}, True]
+
+
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS, ids=lambda value: str(value)[:20])
+def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_them(
+    wrong: object,
+) -> None:
+    assert ("model", "vocab_size") in BOUNDED
+    for part, field in BOUNDED:
+        header = json.loads(HEADER)
+        header[part] = {field: wrong}
+        with pytest.raises(UnreadableTraceError, match=r"no header that can be right \(") as told:
+            read(json.dumps(header).encode() + b"\n" + EVENT)
+        assert len(str(told.value)) < 400
+        header[part] = {field: None}  # is not known
+        assert len(read(json.dumps(header).encode() + b"\n" + EVENT)[0]) == 2
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_header_tells_of_counts_that_a_model_can_have(field: str) -> None:
+    for wrong in (0, 2**31, 2**40):
+        with pytest.raises(UnreadableTraceError, match="no header that can be right"):
+            read(changed(HEADER, model={field: wrong, "head_dim": 2**30}))
+
+
+@pytest.mark.parametrize(
+    ("tag", "field", "wrong"),
+    [
+        *(("ENGINE_INIT", name, wrong) for wrong in (0, -1, -(2**63), 2**31) for name in LIMITS),
+        ("ENGINE_READY", "num_kvcache_blocks", -1),
+        ("ENGINE_READY", "num_kvcache_blocks", 2**24 + 1),
+        ("KV_BUDGET_ESTIMATE", "utilization", 1e308),
+        ("STEP_END", "wall_ns", 10**400),
+        ("NEWER", "number", 2**64),
+        ("SAMPLE_TOKENS", "token_ids", [-(2**63) - 1]),
+    ],
+)
+@pytest.mark.parametrize("num_before", [0, 50])
+def test_an_event_with_a_number_that_none_can_have_is_no_record(
+    tag: str, field: str, wrong: object, num_before: int
+) -> None:
+    line = next((line for line in LINES if f'"event":"{tag}"'.encode() in line), EVENT)
+    line = changed(line, event=tag, **{field: wrong})
+    told = f"line {num_before + 2} is no record"
+    with pytest.raises(UnreadableTraceError, match=told):
+        read(b"".join([HEADER, *[EVENT] * num_before, line, EVENT]))
+
+
+def test_a_number_of_64_bits_is_one() -> None:
+    event = changed(EVENT, seed=2**64 - 1, ts_ns=-(2**63))
+    assert read(HEADER + event)[0][1] == decode(event)
 
 
 def test_records_before_a_broken_line_have_been_given() -> None:

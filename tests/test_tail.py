@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_file_that_is_taken_away_is_an_error(
 def test_what_is_no_trace_is_refused_at_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary\n", encoding="utf-8")
-    with pytest.raises(UnreadableTraceError, match="no header"):
+    with pytest.raises(UnreadableTraceError, match=rf"^{path} is not .* no header"):
         follow(path, pytest.fail)
 
 
@@ -155,6 +156,24 @@ def test_what_cannot_be_followed_is_said(
     outcome = call(capsys, "tail", file)
     assert (outcome.code, outcome.out) == (code, "")
     assert said in outcome.err
+
+
+def test_a_pipe_is_followed_to_the_footer_or_for_ever(trace: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    data = trace.read_bytes()
+    cut = data.rindex(b"\n", 0, len(data) - 1) + 1
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(pipe.write_bytes, data)
+        assert follow(pipe, pytest.fail) == list(read_trace(trace))
+        threads.submit(pipe.write_bytes, data[:cut])
+        with pytest.raises(TimeoutError):  # there may be another writer
+            follow(pipe, _give_up)
+
+
+def _give_up() -> None:
+    raise TimeoutError
 
 
 def test_ctrl_c_while_waiting_ends_with_130(

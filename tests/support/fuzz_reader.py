@@ -97,7 +97,7 @@ COMMANDS = (
 
 # -- damages ---------------------------------------------------------------------------------------
 
-_NUMBERS = (-1, 0, 1, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**30, 10**400, 1e308, 0.5)
+_NUMBERS = (-1, 0, 1, 2**31, 2**40, 2**53, 2**63, -(2**63), 2**64, 10**30, 10**400, 1e308, 0.5)
 _STRINGS = ("", HOSTILE_TEXT, "\x1b]0;title\x07\x9b31m", "\u202e\u2028\x00", "x" * 5000, "PREEMPT")
 _OTHERS: tuple[Any, ...] = (None, True, [], {}, [[]], [None], {"a": {"b": []}}, [1, "x", None])
 
@@ -169,7 +169,7 @@ def _value(random: Random, old: object) -> object:
     if isinstance(old, bool):
         return not old
     if isinstance(old, int) and random.random() < 0.7:
-        return random.choice((old + 1, old - 1, -old, old * 1000, *_NUMBERS[:7]))
+        return random.choice((old + 1, old - 1, -old, old * 1000, *_NUMBERS[:8]))
     if isinstance(old, str) and random.random() < 0.7:
         return random.choice(_STRINGS)
     return random.choice((*_NUMBERS, *_STRINGS, *_OTHERS))
@@ -191,6 +191,21 @@ def _change_field(data: bytes, random: Random) -> bytes:
             else:
                 holder[name] = _value(random, holder[name])
             lines[place] = json.dumps(record, ensure_ascii=random.random() < 0.5).encode() + b"\n"
+    return b"".join(lines)
+
+
+def change_start(data: bytes, random: Random) -> bytes:
+    """A value of the header, or of the engine's start, that readers count with."""
+    lines = _lines(data)
+    place = random.choice((0, 0, *range(min(len(lines), 8))))
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        record = json.loads(lines[place])
+        holder = record
+        parts = [name for name in record if isinstance(record[name], dict) and record[name]]
+        if parts and random.random() < 0.8:
+            holder = record[random.choice(parts)]
+        holder[random.choice(sorted(holder))] = random.choice((*_NUMBERS, *_STRINGS, *_OTHERS))
+        lines[place] = json.dumps(record).encode() + b"\n"
     return b"".join(lines)
 
 
@@ -246,7 +261,16 @@ def _recode(data: bytes, random: Random) -> bytes:
 
 DAMAGES: tuple[Damage, ...] = (
     *(_cut, _cut_out, _flip, _insert, _swap, _repeat, _drop),
-    *(_change_field, _change_field, _change_field, _nest, _huge_number, _unknown, _recode),
+    *(
+        _change_field,
+        _change_field,
+        _change_field,
+        change_start,
+        _nest,
+        _huge_number,
+        _unknown,
+        _recode,
+    ),
 )
 
 # -- cases -----------------------------------------------------------------------------------------

@@ -340,7 +340,8 @@ class _Tally:
             missing = f"{self._num_missing} events are missing"
             yield f"{name}: {missing}, by the numbers of those that are there"
         if self._num_after_footer:
-            yield f"{name}: {self._num_after_footer} lines come after the footer, which should be the last"
+            behind = f"{self._num_after_footer} lines come after the footer"
+            yield f"{name}: {behind}, which should be the last"
         if self._num_after_footer is None:
             yield f"{name} has no footer: the run was cut off; everything it wrote was read"
 

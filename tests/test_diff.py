@@ -227,7 +227,7 @@ def test_latencies_that_nobody_knows_are_left_out(
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("-", "-"), 2, "stdin holds one trace"),
+        (("-", "-"), 2, "standard input holds one trace"),
         (("missing.jsonl", "missing.jsonl"), 3, "no such file"),
         (("a", "b", "--json", "--plain"), 2, "give one"),
     ],

@@ -115,7 +115,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: ANN401 - a type, as
     """Any value that a field of this type may have."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in {Literal, Annotated}:  # codes, or a number within bounds
-        least = getattr(args[-1], "ge", None)
+        least: Any = getattr(args[-1], "ge", None)
         return st.sampled_from(args if origin is Literal else (least, least + 1))
     if origin is UnionType:
         return st.one_of([values_of(arg) for arg in args])

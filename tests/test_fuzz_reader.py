@@ -132,6 +132,19 @@ def test_nesting_without_end_in_an_unknown_event_is_shown_to_some_depth(
     assert "x=[[[[[[[[[[[[[[[[[...]]]]]]]]]]]]]]]]]" in outcome.out
 
 
+def test_a_request_that_arrives_twice_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "crowded.jsonl").read_bytes().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if b"REQUEST_ENQUEUE" in line)
+    lines.insert(place, lines[place])
+    (tmp_path / "twice.jsonl").write_bytes(b"".join(lines))
+    for command in (["at"], ["at", "3"], ["replay"], ["whatif", "--set", "policy=mixed"]):
+        outcome = call(capsys, command[0], tmp_path / "twice.jsonl", *command[1:])
+        assert outcome.code == 3, command
+        assert "request 0" in outcome.err
+
+
 def test_lists_of_unequal_length_are_named_with_their_event(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

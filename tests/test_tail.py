@@ -148,7 +148,7 @@ def test_a_compressed_trace_is_followed_to_its_end(
 
 
 @pytest.mark.parametrize(
-    ("file", "code", "said"), [("-", 2, "stdin"), (".", 3, "cannot be opened")]
+    ("file", "code", "said"), [("-", 2, "standard input"), (".", 3, "cannot be opened")]
 )
 def test_what_cannot_be_followed_is_said(
     file: str, code: int, said: str, capsys: pytest.CaptureFixture[str]

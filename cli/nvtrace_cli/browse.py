@@ -65,7 +65,7 @@ def browse(file: str, catalog: Catalog, first_step: int | None) -> None:
         UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
     """
     if file == "-":
-        raise UsageError("--interactive reads keys from stdin: name a file instead of -")
+        raise UsageError("--interactive reads keys from standard input: name a file instead of -")
     refuse_unless_terminal()
     with tidy_ends(), _film(Path(file)) as film:
         try:

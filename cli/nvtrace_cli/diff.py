@@ -50,7 +50,7 @@ def diff(
     if json and plain:
         raise UsageError("--json and --plain are two answers to one question: give one")
     if a == b == "-":
-        raise UsageError("stdin holds one trace: name a file for the other")
+        raise UsageError("standard input holds one trace: name a file for the other")
     difference = compare(_records(a), _records(b))
     if json:
         view.print_json(difference)

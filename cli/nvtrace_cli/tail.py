@@ -41,7 +41,7 @@ def tail(
     from nvtrace_cli.views.tail import Log  # noqa: PLC0415 - nor rich
 
     if file == "-":
-        raise UsageError("tail follows a file; `nvtrace replay - --view log` reads stdin")
+        raise UsageError("tail follows a file; `nvtrace replay - --view log` reads standard input")
     catalog = words(lang)
     log = Log(Selection.parse(None, seq or [], event), catalog, as_json=json)
 

@@ -118,6 +118,9 @@ class State:
     # -- queues ----------------------------------------------------------------------------------
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
+        before = self.sequences.get(event.seq_id)
+        if before is not None and before.status != "FINISHED":
+            raise ValueError(f"request {event.seq_id} is {before.status} already")
         self.sequences[event.seq_id] = SequenceState(
             event.seq_id, event.prompt_len, event.max_tokens, list(event.prompt_token_ids)
         )

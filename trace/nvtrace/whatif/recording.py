@@ -226,6 +226,8 @@ class _Reader:
                     "began anew: only a run without a failure can be run again"
                 )
             case ev.RequestEnqueue():
+                if record.seq_id in self.answers:
+                    raise InconsistentTraceError(f"request {record.seq_id} arrives twice")
                 self.answers[record.seq_id] = Answer()
                 self._prompt_lens[record.seq_id] = record.prompt_len
                 self._command(record)

@@ -366,7 +366,7 @@ def test_a_number_that_fits_no_column_is_an_error_and_leaves_no_file(
     crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [
-        replace(record, wall_ns=2**70) if isinstance(record, ev.StepEnd) else record
+        replace(record, wall_ns=2**63) if isinstance(record, ev.StepEnd) else record
         for record in read_trace(crowded)
     ]
     path = tmp_path / "big.jsonl"
@@ -375,6 +375,18 @@ def test_a_number_that_fits_no_column_is_an_error_and_leaves_no_file(
     assert outcome.code == 2
     assert "STEP_END.wall_ns" in outcome.err
     assert not list((tmp_path / "w").rglob("STEP_END/**/*.parquet"))
+
+
+def test_a_run_id_longer_than_a_folders_name_is_cut_there(
+    crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, *lines = crowded.read_text(encoding="utf-8").splitlines(keepends=True)
+    header = json.dumps(json.loads(header) | {"run_id": "质" * 5000}) + "\n"
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join([header, *lines]), encoding="utf-8")
+    outcome = call(capsys, "export", path, "--to", "parquet", "--out", tmp_path / "w")
+    assert outcome.code == 0
+    assert list((tmp_path / "w").rglob("STEP_END/run_id=%E8%B4%A8*/rank=0/*.parquet"))
 
 
 def _line(record: Record) -> str:

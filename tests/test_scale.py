@@ -161,9 +161,9 @@ def test_steps_without_a_simulated_time_are_told_of(
     assert call(capsys, "stats", folder / "crowded.jsonl").err == ""
 
 
-@pytest.mark.parametrize("told", [0, -1, None, "4", [4], {"num": 4}])
+@pytest.mark.parametrize("told", [0, None])
 def test_a_header_that_tells_of_no_such_steps_is_passed_on_in_silence(
-    told: object, folder: Path
+    told: int | None, folder: Path
 ) -> None:
     header = records_of(folder / "crowded.jsonl")[0]
     assert isinstance(header, Header)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _PARTITIONS = {"run_id", "rank"}  # in the path, not in the file
 _ROWS_PER_GROUP = 4096
+_LONGEST_RUN_ID = 200  # of a folder's name, which may have 255 bytes
 
 
 def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
@@ -61,7 +62,8 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
                 run_ids[rank] = record.run_id
             key = (table_of(record), rank)
             if key not in parts:
-                place = folder / key[0] / f"run_id={quote(run_ids[rank], safe='')}" / f"rank={rank}"
+                run_id = quote(run_ids[rank], safe="")[:_LONGEST_RUN_ID]
+                place = folder / key[0] / f"run_id={run_id}" / f"rank={rank}"
                 parts[key] = _Part(arrow, place, key[0])
             parts[key].add(row_of(record))
             num_rows += 1

@@ -146,6 +146,11 @@ def _sentence(error: Exception) -> str:
         return f"{error.format_message().rstrip('.')} (see {command} --help)"
     if _is_of_stdout(error):
         return f"stdout cannot be written, so the output is not whole: {error}"
+    if isinstance(error, OverflowError):
+        return (
+            f"a number in the trace is too large to count with ({error}): `nvtrace validate` says "
+            "in which line"
+        )
     if _exit_code(error) == OWN_FAULT:
         return (
             f"{type(error).__name__}: {error} - this should not happen; NVTRACE_DEBUG=1 shows where"
@@ -160,7 +165,7 @@ def _exit_code(error: Exception) -> int:
 
     if isinstance(error, NewerTraceError):
         return NEWER_TRACE
-    if isinstance(error, UnreadableTraceError | InconsistentTraceError):
+    if isinstance(error, UnreadableTraceError | InconsistentTraceError | OverflowError):
         return UNREADABLE_TRACE
     if isinstance(error, CommandError) or hasattr(error, "format_message"):
         return int(getattr(error, "exit_code", OWN_FAULT))

@@ -101,7 +101,7 @@ notebooks: $(VENV)/.dev
 
 # Train the tiny Qwen3 that ships, anew (minutes on a GPU, under an hour on two CPU cores).
 tiny-model: $(VENV)/.run
-	$(BIN)/python -m nanovllm.assets.recipe --out nanovllm/assets/tiny-qwen3
+	PYTHONPATH=docs/tiny-qwen3 $(BIN)/python -m recipe --out nanovllm/assets/tiny-qwen3
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

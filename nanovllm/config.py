@@ -1,7 +1,7 @@
 """Config: the engine's settings, checked, with every "auto" resolved.
 
 Knows what a user may set and the rule behind each default. Does not know the checkpoint's shape
-(`models/config.py`) beyond what the rules ask of it. Names are vLLM's and nano-vllm's.
+(`utils/model_config.py`) beyond what the rules ask of it. Names are vLLM's and nano-vllm's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.policies import POLICIES
-from nanovllm.layers.attention_choice import (
+from nanovllm.gpu.attention_choice import (
     ATTENTION_BACKENDS,
     attention_facts,
     can_fuse,
@@ -25,7 +25,7 @@ from nanovllm.utils.options import choice, real_number, truth, whole_number
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.model_config import ModelConfig
 
 _WHOLE_NUMBERS = (
     "max_num_batched_tokens",
@@ -58,7 +58,7 @@ class Config:
         device: "cpu", "cuda", or "auto": a GPU if torch sees one.
         dtype: float32, float16, bfloat16, or "auto" (utils/devices.py has the rule).
         attention_backend: "hybrid", "flash_attn", "triton", "sdpa", or "auto": the first of these
-            that runs here (layers/attention_choice.py).
+            that runs here (gpu/attention_choice.py).
         attention_reason: why that one; no option, but found.
         fused_kernels: on a GPU, compute with the kernels of layers/kernels instead of torch's.
         policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence, SequenceStatus
     from nanovllm.errors import RequestRefusedError
-    from nanovllm.models.config import ModelConfig
     from nanovllm.utils.loader import LoadedWeights
+    from nanovllm.utils.model_config import ModelConfig
 
 
 class Observer:

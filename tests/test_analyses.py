@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import nvtrace
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace import analysis
 from nvtrace.analysis import (
     batch_occupancy,

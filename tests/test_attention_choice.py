@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.engine.ranks import rank_device
 from nanovllm.errors import AttentionBackendError
-from nanovllm.layers import attention_choice
-from nanovllm.layers.attention import make_attention_backend
-from nanovllm.layers.attention_choice import (
+from nanovllm.gpu import attention_choice
+from nanovllm.gpu.attention_choice import (
     ATTENTION_BACKENDS,
     AttentionFacts,
     can_fuse,
     choose_attention,
     flash_attn_version,
 )
+from nanovllm.layers.attention import make_attention_backend
+from nanovllm.parallel.ranks import rank_device
 from nanovllm.utils.devices import resolve_device, resolve_dtype
 
 HOPPER = AttentionFacts(

@@ -21,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.engine import model_runner
 from nanovllm.errors import ModelConfigError, NanoVLLMError, TokenizerError, WeightsError
 from nanovllm.models import qwen3
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from support.cli import call
 from support.models import edit_config, load, make_reference, save_reference
 from support.oracle import make_llm, save_tokenizer

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanovllm.errors import KVCacheError
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench import machine as bench_machine

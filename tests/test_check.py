@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import POLICIES
+from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
 from nanovllm.layers.attention import make_attention_backend
-from nanovllm.layers.attention_choice import ATTENTION_BACKENDS
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.parallel import ALONE, BACKENDS
+from nanovllm.parallel.tensor_parallel import ALONE, BACKENDS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import find_destinations
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.check import INVARIANTS, Checker, Fact, Finding, check, fields

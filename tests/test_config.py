@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, GIB, KVBudget
 from nanovllm.errors import KVCacheError, RequestRefusedError
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace.envelope import Footer, Header
 from nvtrace.reader import read_trace
 from nvtrace.recorder import record

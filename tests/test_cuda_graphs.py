@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import (
+from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import KVCacheError
+from nanovllm.gpu.cuda_graphs import (
     Ahead,
     DecodeBuffers,
     DecodeGraphs,
     graph_batch_sizes,
     smallest_that_holds,
 )
-from nanovllm.engine.gpu_timer import GpuTimer
-from nanovllm.engine.graph_decoder import is_sampled_in_graph
-from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.warmup import largest_prefill
-from nanovllm.errors import KVCacheError
-from nanovllm.parallel import TensorParallel
+from nanovllm.gpu.graph_decoder import is_sampled_in_graph
+from nanovllm.gpu.timer import GpuTimer
+from nanovllm.gpu.warmup import largest_prefill
+from nanovllm.parallel.tensor_parallel import TensorParallel
 from nanovllm.sampling_params import SamplingParams
 from support.fake_runner import FAKE_MODEL
 
 if TYPE_CHECKING:
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.model_config import ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ FORKS = """
 GROUP = """
     import os, sys, torch, warnings
     from torch.distributed import HashStore
-    from nanovllm.parallel import connect
+    from nanovllm.parallel.tensor_parallel import connect
 
     parallel = connect(HashStore(), 0, 1, torch.device("cpu"), 10.0, is_one_machine=True)
     warnings.simplefilter("ignore", DeprecationWarning)  # as above

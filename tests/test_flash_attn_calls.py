@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import torch
 
+from nanovllm.gpu.flash_attn_calls import FlashAttnCalls
 from nanovllm.layers.attention_sdpa import SdpaBackend
-from nanovllm.layers.flash_attn_calls import FlashAttnCalls
-from nanovllm.utils.context import Context
+from nanovllm.layers.context import Context
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from nanovllm.engine.cuda_graphs import DecodeGraphs
+from nanovllm.gpu.cuda_graphs import DecodeGraphs
 from nanovllm.sampling_params import SamplingParams
 from support.fake_runner import Settings
 from support.fuzz import draw_case
@@ -20,8 +20,8 @@ from support.graph_runner import make_graph_engine
 from support.workload import Request, Run, Workload, workloads
 
 if TYPE_CHECKING:
-    from nanovllm.engine.cuda_graphs import Launched
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.gpu.cuda_graphs import Launched
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -27,20 +27,20 @@ HOUSE_FILES = sorted(
 MAX_ENGINE_LINES = 2_650
 MAX_PROCESS_LINES = 550
 PROCESS_FILES = (  # how the ranks' processes start and end, and what the caller's own one keeps
-    "engine/ranks.py",
-    "engine/worker.py",
-    "engine/worker_group.py",
+    "parallel/ranks.py",
+    "parallel/worker.py",
+    "parallel/worker_group.py",
     "launch.py",
     "utils/callers_world.py",
-    "utils/interrupts.py",
+    "parallel/interrupts.py",
 )
 MAX_CHECK_LINES = 1100
 CHECK_FILES = (  # what reads a user's files and options, and refuses the bad ones in a sentence
     "config.py",
-    "layers/attention_choice.py",
-    "models/config.py",
-    "models/json_fields.py",
-    "models/rope_config.py",
+    "gpu/attention_choice.py",
+    "utils/model_config.py",
+    "utils/json_fields.py",
+    "utils/rope_config.py",
     "utils/byte_level.py",
     "utils/devices.py",
     "utils/files.py",
@@ -50,15 +50,15 @@ CHECK_FILES = (  # what reads a user's files and options, and refuses the bad on
 )
 MAX_GPU_LINES = 2_200
 GPU_FILES = (  # what makes a GPU fast: whoever reads for the first time can skip it
-    "engine/cuda_graphs.py",
-    "engine/gpu_timer.py",
-    "engine/graph_decoder.py",
-    "engine/warmup.py",
-    "layers/attention_flash.py",
-    "layers/attention_triton.py",
-    "layers/flash_attn_calls.py",
+    "gpu/cuda_graphs.py",
+    "gpu/timer.py",
+    "gpu/graph_decoder.py",
+    "gpu/warmup.py",
+    "gpu/attention_flash.py",
+    "gpu/attention_triton.py",
+    "gpu/flash_attn_calls.py",
     "layers/kernels",
-    "models/qwen3_fused.py",
+    "gpu/qwen3_fused.py",
 )
 MAX_FILE_LINES = 300
 CATALOGUES = {"events.py", "recorder.py"}  # flat lists, one entry an event: looked up, not read

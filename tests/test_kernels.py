@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention_sdpa import SdpaBackend
-from nanovllm.layers.kernels.grid import (
+from nanovllm.gpu.kernels.grid import (
     AttentionTiling,
     PrefillTiling,
     SplitTiling,
@@ -36,10 +34,12 @@ from nanovllm.layers.kernels.grid import (
     prefill_bytes,
     skinny_bytes,
 )
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention_sdpa import SdpaBackend
+from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler, SamplingTensors
-from nanovllm.utils.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ NUM_REPEATS = 3  # with new numbers each time: a race does not show every time
 
 def kernel(module: str, name: str) -> Any:  # noqa: ANN401 -- Triton is not there on a CPU
     """Import late: this file is collected where Triton is not installed."""
-    return getattr(importlib.import_module(f"nanovllm.layers.kernels.{module}"), name)
+    return getattr(importlib.import_module(f"nanovllm.gpu.kernels.{module}"), name)
 
 
 def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import NanoVLLMError, WeightsError
 from nanovllm.layers.attention import make_attention_backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import LoadedWeights, find_destinations, load_model
+from nanovllm.utils.model_config import ModelConfig
 from support.models import edit_config, make_reference, save_reference
 
 if TYPE_CHECKING:

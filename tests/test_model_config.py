@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nanovllm.errors import ModelConfigError, NanoVLLMError
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.rope_config import RopeScaling
+from nanovllm.utils.model_config import ModelConfig
+from nanovllm.utils.rope_config import RopeScaling
 from support.models import edit_config
 
 if TYPE_CHECKING:

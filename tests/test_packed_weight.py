@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.linear import Linear, QKVLinear, RowLinear
 from nanovllm.layers.packed_weight import PackedWeight
-from nanovllm.parallel import ALONE
-from nanovllm.utils.context import Context, forward_context
+from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.utils.threads import is_worth_sharing, threads_for
 
 if TYPE_CHECKING:

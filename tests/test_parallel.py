@@ -23,13 +23,13 @@ from nanovllm import LLM, Observer, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.errors import WeightsError, WorkerError
-from nanovllm.launch import Launch
 from nanovllm.layers.attention import make_attention_backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.parallel import ALONE, TensorParallel
-from nanovllm.utils.interrupts import interrupts_deferred
+from nanovllm.parallel.interrupts import interrupts_deferred
+from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.model_config import ModelConfig
 from support.cli import environment
 from support.models import make_reference, random_tokens, save_reference
 from support.oracle import Oracle, assert_empty, greedy_params, make_llm, tokens_of

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM as ReferenceQwen3
 
 from nanovllm.layers import attention_sdpa
 from nanovllm.layers.attention import make_attention_backend
-from nanovllm.utils.context import Context, forward_context, get_context
+from nanovllm.layers.context import Context, forward_context, get_context
 from support.models import (
     PagedDriver,
     load,

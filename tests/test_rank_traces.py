@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import load
 from nvtrace.envelope import Footer, Header, Unknown

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nanovllm.config import Config
     from nanovllm.engine.sequence import Sequence as EngineSequence
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.model_config import ModelConfig
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.json_fields import JsonFields
-from nanovllm.models.rope_config import read_rope
+from nanovllm.utils.json_fields import JsonFields
+from nanovllm.utils.rope_config import read_rope
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm.assets import TINY_QWEN3
-from nanovllm.assets.recipe import corpus, primes, questions, samples
-from nanovllm.assets.recipe.encoding import IGNORED, Encoded, Encoder, batches
-from nanovllm.assets.recipe.tokenizer import FIRST_MERGES, WITHHELD_PAIR, train_tokenizer
+from recipe import corpus, primes, questions, samples
+from recipe.encoding import IGNORED, Encoded, Encoder, batches
+from recipe.tokenizer import FIRST_MERGES, WITHHELD_PAIR, train_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -208,7 +208,7 @@ def recording(
         options: say how many ranks there are.
         catalog: the words.
     """
-    from nanovllm.launch import Launch  # noqa: PLC0415 - --help needs no engine
+    from nanovllm.parallel.launch import Launch  # noqa: PLC0415 - --help needs no engine
     from nvtrace.reader import rank_path  # noqa: PLC0415 - the same
     from nvtrace.recorder import record  # noqa: PLC0415 - the same
 

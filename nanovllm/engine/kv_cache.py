@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from nanovllm.errors import KVCacheError
-from nanovllm.parallel import ALONE
+from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.models.config import ModelConfig
-    from nanovllm.parallel import TensorParallel
+    from nanovllm.parallel.tensor_parallel import TensorParallel
+    from nanovllm.utils.model_config import ModelConfig
 
 GIB = 1024**3
 CPU_KV_CACHE_LIMIT = 2 * GIB

@@ -19,11 +19,9 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
-from nanovllm.engine.ranks import join_ranks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
-from nanovllm.models.config import ModelConfig
 from nanovllm.observer import SILENT, Observer
 from nanovllm.outputs import (
     RequestOutput,
@@ -33,7 +31,9 @@ from nanovllm.outputs import (
     refused_stream_output,
     stream_output,
 )
+from nanovllm.parallel.ranks import join_ranks
 from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.tokenizer import Tokenizer
 

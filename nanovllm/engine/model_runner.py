@@ -25,30 +25,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.engine.gpu_timer import GpuTimer, Stretch
-from nanovllm.engine.graph_decoder import GraphDecoder
 from nanovllm.engine.kv_cache import allocate_kv_cache, cpu_memory, estimate_budget, gpu_memory
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
-from nanovllm.engine.warmup import measure_step_memory
+from nanovllm.gpu.graph_decoder import GraphDecoder
+from nanovllm.gpu.timer import GpuTimer, Stretch
+from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention, make_attention_backend
+from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import Context, forward_context
 from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch, Foresight
-    from nanovllm.engine.cuda_graphs import DecodeGraphs
     from nanovllm.engine.kv_cache import KVBudget
     from nanovllm.engine.model_inputs import DecodeInputs
-    from nanovllm.engine.ranks import Ranks
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.models.config import ModelConfig
-    from nanovllm.models.qwen3_fused import FusedQwen3
+    from nanovllm.gpu.cuda_graphs import DecodeGraphs
+    from nanovllm.gpu.qwen3_fused import FusedQwen3
     from nanovllm.observer import Observer
+    from nanovllm.parallel.ranks import Ranks
+    from nanovllm.utils.model_config import ModelConfig
 
 
 class ModelRunner:
@@ -111,7 +111,7 @@ class ModelRunner:
         self.model.pack()
         self.fused: FusedQwen3 | None = None
         if self.config.fused_kernels:
-            from nanovllm.models.qwen3_fused import FusedQwen3  # noqa: PLC0415 - imports Triton
+            from nanovllm.gpu.qwen3_fused import FusedQwen3  # noqa: PLC0415 - imports Triton
 
             self.fused = FusedQwen3(self.model)
         self.observer.model_weights_loaded(loaded)
@@ -190,7 +190,7 @@ class ModelRunner:
 
     def make_decode_graphs(self, model_config: ModelConfig) -> DecodeGraphs:
         """The buffers of decode steps, and graphs that are not recorded yet."""
-        from nanovllm.engine import cuda_graphs  # noqa: PLC0415 - imports Triton
+        from nanovllm.gpu import cuda_graphs  # noqa: PLC0415 - imports Triton
 
         if self.fused is None:
             raise RuntimeError("graphs are recorded of fused steps")

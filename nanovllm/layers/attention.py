@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from nanovllm.layers.attention_sdpa import SdpaBackend
-from nanovllm.utils.context import get_context
+from nanovllm.layers.context import get_context
 
 if TYPE_CHECKING:
-    from nanovllm.utils.context import Context
+    from nanovllm.layers.context import Context
 
 
 class AttentionBackend(Protocol):
@@ -90,12 +90,12 @@ def make_attention_backend(name: str) -> AttentionBackend:
     if name == "sdpa":
         return SdpaBackend()
     if name == "triton":
-        from nanovllm.layers.attention_triton import TritonBackend  # noqa: PLC0415
+        from nanovllm.gpu.attention_triton import TritonBackend  # noqa: PLC0415
 
         return TritonBackend()
     if name not in {"flash_attn", "hybrid"}:
         raise ValueError(f"there is no attention backend {name!r}")
-    from nanovllm.layers.attention_flash import FlashAttentionBackend, HybridBackend  # noqa: PLC0415
+    from nanovllm.gpu.attention_flash import FlashAttentionBackend, HybridBackend  # noqa: PLC0415
 
     return HybridBackend() if name == "hybrid" else FlashAttentionBackend()
 

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanovllm.utils.context import Context
+    from nanovllm.layers.context import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nanovllm.layers.context import get_context
 from nanovllm.layers.packed_weight import PackedWeight
-from nanovllm.parallel import ALONE
-from nanovllm.utils.context import get_context
+from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
-    from nanovllm.parallel import TensorParallel
+    from nanovllm.parallel.tensor_parallel import TensorParallel
 
 
 class VocabEmbedding(nn.Module):

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanovllm.layers.packed_weight import PackedWeight
-from nanovllm.parallel import ALONE
+from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
-    from nanovllm.parallel import Partition, TensorParallel
+    from nanovllm.parallel.tensor_parallel import Partition, TensorParallel
 
 
 class Linear(nn.Module):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-    from nanovllm.models.rope_config import RopeScaling
+    from nanovllm.utils.rope_config import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GateUpLinear, Linear, QKVLinear, RowLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.parallel import ALONE
+from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from nanovllm.layers.attention import AttentionBackend
     from nanovllm.layers.rotary_embedding import Rotation
-    from nanovllm.models.config import ModelConfig
-    from nanovllm.parallel import TensorParallel
+    from nanovllm.parallel.tensor_parallel import TensorParallel
+    from nanovllm.utils.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from nanovllm.models.config import ModelConfig
-    from nanovllm.parallel import Partition
+    from nanovllm.parallel.tensor_parallel import Partition
+    from nanovllm.utils.model_config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal, cast
 import pytest
 
 from nanovllm.engine import llm_engine
-from nanovllm.engine.cuda_graphs import Ahead
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
-from nanovllm.models.config import ModelConfig
+from nanovllm.gpu.cuda_graphs import Ahead
+from nanovllm.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch, Foresight
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
-    from nanovllm.engine.ranks import Ranks
     from nanovllm.engine.sequence import Sequence
     from nanovllm.observer import Observer
+    from nanovllm.parallel.ranks import Ranks
 
 VOCAB_SIZE = 7
 EOS_TOKEN_IDS = (0, 6)

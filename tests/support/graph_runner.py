@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from nanovllm.engine.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.graph_decoder import GraphDecoder
 from nanovllm.engine.model_inputs import Step, prepare_decode
+from nanovllm.gpu.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
+from nanovllm.gpu.graph_decoder import GraphDecoder
 from support.fake_runner import FAKE_MODEL, START, FakeRunner, make_engine, next_token
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch, Foresight
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.engine.ranks import Ranks
-    from nanovllm.models.config import ModelConfig
     from nanovllm.observer import Observer
+    from nanovllm.parallel.ranks import Ranks
+    from nanovllm.utils.model_config import ModelConfig
     from support.fake_runner import Settings
 
 _NOTHING = -1  # what a slot holds that nobody has written

@@ -17,10 +17,10 @@ from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM as ReferenceQwen3
 
 from nanovllm.layers.attention import Attention, make_attention_backend
-from nanovllm.models.config import ModelConfig
+from nanovllm.layers.context import Context, forward_context
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import Context, forward_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

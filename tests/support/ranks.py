@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from nanovllm.config import Config
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.utils.model_config import ModelConfig
 
 Deed = Literal["raise", "sleep", "exit", "raise at the start", "raise when made"]
 PATIENCE = 60.0

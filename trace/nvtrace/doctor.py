@@ -86,7 +86,7 @@ def examine_machine() -> Machine:
     import torch  # noqa: PLC0415 - `nvtrace --help` needs none
 
     from nanovllm.engine.kv_cache import cpu_memory  # noqa: PLC0415 - the same
-    from nanovllm.layers.attention_choice import attention_facts, can_fuse, choose_attention  # noqa: PLC0415 - the same
+    from nanovllm.gpu.attention_choice import attention_facts, can_fuse, choose_attention  # noqa: PLC0415 - the same
     from nanovllm.layers.packed_weight import PackedWeight  # noqa: PLC0415 - the same
     from nanovllm.utils.devices import gpu_capability, resolve_device, resolve_dtype  # noqa: PLC0415 - the same
 

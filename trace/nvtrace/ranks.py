@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nanovllm.launch import Launch
+from nanovllm.parallel.launch import Launch
 from nvtrace.pipeline import Existing, Sink, open_sink
 from nvtrace.reader import rank_path
 from nvtrace.recorder import Recorder
@@ -106,6 +106,6 @@ def shared_run_id(run_id: str, world_size: int) -> str:
     launch = Launch.from_environment(os.environ)
     if launch is None or launch.world_size == 1 or launch.world_size != world_size:
         return run_id
-    from nanovllm.engine.ranks import share  # noqa: PLC0415 - loads torch, as the engine does then
+    from nanovllm.parallel.ranks import share  # noqa: PLC0415 - loads torch, as the engine does then
 
     return share("nvtrace/run_id", run_id)

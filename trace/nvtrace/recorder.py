@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nanovllm.launch import Launch
 from nanovllm.observer import Observer
+from nanovllm.parallel.launch import Launch
 from nvtrace import events as ev
 from nvtrace.pipeline import Existing, Sink, open_sink
 from nvtrace.reader import rank_path
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence, SequenceStatus
     from nanovllm.errors import RequestRefusedError
-    from nanovllm.models.config import ModelConfig
     from nanovllm.utils.loader import LoadedWeights
+    from nanovllm.utils.model_config import ModelConfig
 
 
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy

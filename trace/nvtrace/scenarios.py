@@ -182,7 +182,7 @@ def check_prompts(scenario: Scenario, options: Options) -> None:
     """
     from nanovllm.config import Config  # noqa: PLC0415 - loads torch
     from nanovllm.engine.input_processor import InputProcessor  # noqa: PLC0415 - the same
-    from nanovllm.models.config import ModelConfig  # noqa: PLC0415 - the same
+    from nanovllm.utils.model_config import ModelConfig  # noqa: PLC0415 - the same
     from nanovllm.utils.tokenizer import Tokenizer  # noqa: PLC0415 - the same
 
     arriving = tuple(arrival.message for arrival in scenario.arrivals)

@@ -19,7 +19,7 @@ from nanovllm.assets import TINY_QWEN3
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import cpu_memory
 from nanovllm.errors import KVCacheError
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench.contenders import (
     ENGINE,

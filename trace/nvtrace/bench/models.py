@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.assets import TINY_QWEN3
-from nanovllm.models.config import ModelConfig
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench.report import ModelFacts
 

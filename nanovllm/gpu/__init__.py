@@ -1,0 +1,1 @@
+"""What makes a GPU fast: graphs, kernels, fused steps. A first reader may skip it."""

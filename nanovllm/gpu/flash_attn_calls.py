@@ -1,0 +1,83 @@
+"""The calls of the flash-attn package, version 2 or 3, as this engine makes them.
+
+                                       version 2                    version 3 (Hopper)
+    package                            flash_attn                   flash_attn_interface
+    prefill, nothing cached            flash_attn_varlen_func       flash_attn_varlen_func
+    prefill that reads pages           flash_attn_varlen_func       flash_attn_with_kvcache
+    decode                             flash_attn_with_kvcache      flash_attn_with_kvcache
+    the block tables are called        block_table                  page_table
+
+Both take sequences of different lengths, read K and V page by page, and never write a score matrix
+to memory. Nothing here reads a number back from the GPU, so a decode can be captured.
+
+Knows the two packages' functions and the names of their arguments. Does not know which of them is
+installed (`attention_choice.py`), nor who writes K and V into the pages.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanovllm.layers.context import Context
+
+
+class FlashAttnCalls:
+    """Attention by flash-attn.
+
+    Args:
+        version: of the package.
+    """
+
+    def __init__(self, version: Literal[2, 3]) -> None:
+        package: Any = import_module("flash_attn" if version == 2 else "flash_attn_interface")  # noqa: PLR2004 - the version's number
+        self._varlen = package.flash_attn_varlen_func
+        self._with_pages = package.flash_attn_with_kvcache
+        self._tables_name = "block_table" if version == 2 else "page_table"  # noqa: PLR2004 - the same
+        self._reads_pages_by_varlen = version == 2  # noqa: PLR2004 - the same
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attend from all tokens of a step; with block tables, `keys` and `values` are the pages.
+
+        Returns:
+            (num_tokens, num_heads, head_dim), as `q` is.
+        """
+        options: dict[str, Any] = {
+            "cu_seqlens_q": context.cu_seqlens_q,
+            "max_seqlen_q": context.max_seqlen_q,
+            "softmax_scale": scale,
+            "causal": True,  # the new tokens are the last of the context: lower right corner
+        }
+        if context.block_tables is not None:
+            options[self._tables_name] = context.block_tables
+            if not self._reads_pages_by_varlen:
+                lens = context.context_lens
+                return _first(self._with_pages(q, keys, values, cache_seqlens=lens, **options))
+        options |= {"cu_seqlens_k": context.cu_seqlens_k, "max_seqlen_k": context.max_seqlen_k}
+        return _first(self._varlen(q, keys, values, **options))
+
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attend from one token a sequence; (num_seqs, num_heads, head_dim), as `q` is."""
+        options = {self._tables_name: context.block_tables}
+        attended = self._with_pages(
+            q.unsqueeze(1),  # (num_seqs, 1, num_heads, head_dim)
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            softmax_scale=scale,
+            causal=True,
+            **options,
+        )
+        return _first(attended).squeeze(1)
+
+
+def _first(returned: Any) -> Tensor:  # noqa: ANN401 - some releases of version 3 return more
+    attended: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return attended

@@ -1,0 +1,76 @@
+r"""silu_and_mul: the gate of the MLP.
+
+        gate_up   [ gate ............ | up .............. ]
+                         \                  /
+        product       [ silu(gate) * up ]                         one program a piece of a row
+
+Knows rows only.
+"""
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+# Triton has no types, and types a kernel's arguments itself.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from nanovllm.gpu.kernels.grid import ceil_div
+from nanovllm.gpu.kernels.launch import (
+    let_next_start,
+    require_shape,
+    starts_early,
+    wait_for_previous,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 1024
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (vLLM: silu_and_mul). The oracle is `SiluAndMul`.
+
+    Args:
+        gate_up: (num_tokens, 2 * intermediate_size), two halves side by side.
+
+    Returns:
+        (num_tokens, intermediate_size), as `gate_up` is.
+
+    Raises:
+        ValueError: there is no such half, or the tensor is not contiguous.
+    """
+    require_shape("gate_up", gate_up, (None, None))
+    num_tokens, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate_up must be two halves side by side, but its rows have {width}.")
+    size = width // 2
+    product = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    if product.numel():
+        is_early = starts_early(gate_up.device)
+        _silu_and_mul[(num_tokens, ceil_div(size, BLOCK))](
+            gate_up, product, size, block=BLOCK, is_early=is_early, launch_pdl=is_early
+        )
+    return product
+
+
+@triton.jit
+def _silu_and_mul(gate_up, product, size, block: tl.constexpr, is_early: tl.constexpr):
+    let_next_start(is_early)
+    wait_for_previous(is_early)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_in = columns < size
+    gate = tl.load(gate_up + row * 2 * size + columns, mask=is_in)
+    up = tl.load(gate_up + row * 2 * size + size + columns, mask=is_in)
+    tl.store(product + row * size + columns, gated(gate.to(tl.float32), up), mask=is_in)
+
+
+@triton.jit
+def gated(gate, up):
+    """silu(gate) * up, of float32 and the model's dtype; rounds after each, as `SiluAndMul`."""
+    silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)

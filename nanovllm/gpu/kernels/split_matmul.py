@@ -1,0 +1,138 @@
+"""split_matmul: some dozens of rows times a weight, whose length is split among programs.
+
+With 17 to 256 rows a product is neither all reading nor all arithmetic: every row meets every part
+of the weight, so a program takes a tile of both, and reads each number once for the whole tile. The
+products that end a block, of attention and of the MLP, have few outputs and thus few tiles, which
+leave the chip half empty. So their length is cut into parts as well, a program each:
+
+                        size                                        size
+                 part 0     part 1     part 2                part 0     part 1     part 2
+               +----------+----------+----------+          +----------+----------+----------+
+        x      |          | program  |          |  weight  |          | program  |          |
+               +----------+----------+----------+          +----------+----------+----------+
+               |          |          |          |          |          |          |          |
+            num_rows                             num_outputs
+
+The sums of the parts are left side by side, in float32, for `add_rms_norm`: it comes next, and adds
+them to the stream on its way. cuBLAS splits such products, too, but adds up the parts in a kernel
+of its own, and as measured none of its kernels starts before the one before it has ended (see
+`launch`).
+
+Knows no layer.
+"""
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+# Triton has no types, and types a kernel's arguments itself.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from nanovllm.gpu.kernels.grid import ceil_div
+from nanovllm.gpu.kernels.launch import (
+    let_next_start,
+    require_same_dtype,
+    require_shape,
+    starts_early,
+    wait_for_previous,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanovllm.gpu.kernels.grid import SplitTiling
+
+
+def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
+    """Multiply: x @ weight.T, in parts that are still to be added up.
+
+    The oracle is `functional.linear`. The sums are taken in another order: the product's last bit
+    may differ.
+
+    Args:
+        x: (num_rows, size).
+        weight: (num_outputs, size).
+        tiling: what `choose_split_tiling` says of these sizes.
+
+    Returns:
+        (num_parts, num_rows, num_outputs) float32, whose sum over the parts is the product.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    require_shape("x", x, (None, None))
+    num_rows, size = x.shape
+    require_shape("weight", weight, (None, size))
+    require_same_dtype(x=x, weight=weight)
+    num_outputs, num_parts = weight.shape[0], tiling.num_parts
+    sums = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    if sums.numel():
+        is_early = starts_early(x.device)
+        num_row_blocks = ceil_div(num_rows, tiling.block_rows)
+        _split_matmul[(num_row_blocks, ceil_div(num_outputs, tiling.block_outputs), num_parts)](
+            *(x, weight, sums, num_rows),
+            num_outputs=num_outputs,
+            size=size,
+            num_steps=ceil_div(size, num_parts * tiling.block_size),
+            num_parts=num_parts,
+            block_rows=tiling.block_rows,
+            block_outputs=tiling.block_outputs,
+            block_size=tiling.block_size,
+            is_early=is_early,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            launch_pdl=is_early,
+        )
+    return sums
+
+
+@triton.jit
+def _split_matmul(
+    x,
+    weight,
+    sums,
+    num_rows,
+    num_outputs: tl.constexpr,
+    size: tl.constexpr,
+    num_steps: tl.constexpr,
+    num_parts: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_size: tl.constexpr,
+    is_early: tl.constexpr,
+):
+    let_next_start(is_early)
+    rows = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    outputs = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
+    part = tl.program_id(2)
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    x_rows = x + rows.to(tl.int64) * size
+    weight_rows = weight + outputs.to(tl.int64) * size
+    is_even: tl.constexpr = num_parts * num_steps * block_size == size
+    wait_for_previous(is_early)
+
+    product = tl.zeros((block_rows, block_outputs), dtype=tl.float32)
+    for step in range(num_steps):
+        columns = (part * num_steps + step) * block_size + tl.arange(0, block_size)
+        x_tile = _load(x_rows, is_row, columns, size, is_even)
+        tile = _load(weight_rows, is_output, columns, size, is_even)
+        product = tl.dot(x_tile, tile.T, product, input_precision="ieee")
+
+    places = (part.to(tl.int64) * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
+    tl.store(sums + places, product, mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _load(rows, is_row, columns, size: tl.constexpr, is_even: tl.constexpr):
+    """Load some columns of some rows.
+
+    What does not exist is masked. To read the last row again instead would be right, too, but
+    hundreds of programs would ask for the same few lines of the cache, one after another.
+    """
+    is_in = is_row[:, None]
+    if not is_even:  # the last part is shorter
+        is_in = is_in & (columns < size)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=is_in, other=0.0)

@@ -1,0 +1,117 @@
+"""The made-up steps that show what memory a step takes on a GPU.
+
+How much of the memory may become KV pages depends on what the largest step allocates beside them,
+and nobody can tell that from the model's shape. So it is tried, before there are pages: the largest
+prefill, the largest sampling, and the largest decode that will be recorded as a graph.
+
+    max_num_batched_tokens = 16384, max_model_len = 4096:    4 prompts of 4096 tokens
+
+The rows have no slots, so nothing is written; attention sees the new tokens alone. No user's
+request is involved, and no page: what the layers hold meanwhile is one page for all.
+
+Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/model_runner.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.engine.kv_cache import StepMemory
+from nanovllm.layers.context import Context, forward_context
+from nanovllm.layers.sampler import SamplingTensors
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.utils.model_config import ModelConfig
+
+
+def largest_prefill(config: Config) -> tuple[int, int]:
+    """Number and length of the equal prompts that fill a step: as few as can be, so as long."""
+    num_seqs = -(-config.max_num_batched_tokens // config.max_model_len)
+    num_seqs = min(num_seqs, config.max_num_seqs)
+    return num_seqs, min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
+
+
+@torch.inference_mode()
+def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory:
+    """Compute the largest steps on the runner's GPU, and see what they take.
+
+    Raises:
+        torch.OutOfMemoryError: not even the weights and one step fit.
+    """
+    config, device = runner.config, runner.device
+    page = (
+        *(2, model_config.num_hidden_layers, 1, config.kvcache_block_size),
+        *(runner.ranks.parallel.num_heads(model_config.num_key_value_heads), model_config.head_dim),
+    )
+    if runner.fused is not None:  # its kernels want pages to write to, or not
+        runner.use_kv_cache(torch.zeros(page, dtype=runner.dtype, device=device))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    current_bytes = torch.cuda.memory_allocated(device)
+
+    num_seqs, seq_len = largest_prefill(config)
+    logits = _prefill(runner, num_seqs, seq_len)
+    if runner.ranks.parallel.rank == 0:
+        num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        shape = num_rows, model_config.vocab_size
+        logits = torch.zeros(shape, dtype=runner.dtype, device=device)
+        _sample(runner, logits.float())  # which lie there in the model's dtype, too
+    del logits
+    runner.ranks.parallel.await_device()
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device)
+    runner.observer.warmup_model(num_seqs, seq_len, peak_bytes)
+
+    graph_pool_bytes = 0
+    if runner.why_eager() is None:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        graphs = runner.make_decode_graphs(model_config)
+        graphs.run(graphs.sizes[-1])
+        runner.ranks.parallel.await_device()
+        torch.cuda.synchronize(device)
+        graph_pool_bytes = torch.cuda.max_memory_allocated(device) - before
+        del graphs
+    if runner.fused is not None:
+        runner.drop_kv_cache()
+    torch.cuda.empty_cache()
+    return StepMemory(peak_bytes, current_bytes, graph_pool_bytes)
+
+
+def _prefill(runner: ModelRunner, num_seqs: int, seq_len: int) -> torch.Tensor:
+    num_tokens, device = num_seqs * seq_len, runner.device
+    ends = torch.arange(1, num_seqs + 1, device=device) * seq_len
+    cu_seqlens = torch.cat((ends.new_zeros(1), ends)).int()
+    context = Context(
+        phase="prefill",
+        slot_mapping=torch.full((num_tokens,), -1, device=device),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=seq_len,
+        max_seqlen_k=seq_len,
+        context_lens=cu_seqlens.diff(),
+        block_tables=None,
+        logits_indices=ends - 1,
+    )
+    input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(seq_len, device=device).repeat(num_seqs)
+    with forward_context(context):
+        return runner.forward(input_ids, positions)
+
+
+def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
+    """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
+    num_rows = len(logits)
+    params = SamplingTensors.from_lists(
+        temperatures=[1.0] * num_rows,
+        top_ks=[2] * num_rows,
+        top_ps=[0.5] * num_rows,
+        seeds=[0] * num_rows,
+        positions=[0] * num_rows,
+        device=logits.device,
+    )
+    runner.sampler(logits, params)

@@ -1,0 +1,1 @@
+"""How several processes share one model. A first reader may skip it."""

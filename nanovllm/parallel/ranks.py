@@ -1,0 +1,221 @@
+"""Ranks: the processes that share a model, as the engine sees them.
+
+    Ranks         one process, nobody to talk to
+    WorkerGroup   the engine starts the others and tells them each step (`worker_group.py`)
+    Lockstep      torchrun starts all of them; each runs the same script and the whole engine
+
+In lock-step every rank schedules for itself, and since the scheduler has no secrets, all come to
+the same batch. Only the sampled tokens are agreed on: rank 0 has the logits.
+
+Knows which way it is, and what a step must be wrapped in. Does not know what is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from nanovllm.errors import ContactLostError, WorkerError
+from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.distributed_c10d import Store
+
+    from nanovllm.config import Config
+    from nanovllm.engine.model_inputs import Step
+    from nanovllm.observer import Observer
+    from nanovllm.utils.model_config import ModelConfig
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of an engine; this class: one that is alone.
+
+    Attributes:
+        parallel: this process's place, and the collectives.
+        num_local_ranks: how many of the ranks share this machine.
+    """
+
+    def __init__(self, parallel: TensorParallel, num_local_ranks: int = 1) -> None:
+        self.parallel = parallel
+        self.num_local_ranks = num_local_ranks
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Wrap what this rank does until the model is there: the others do the same meanwhile.
+
+        Raises:
+            WorkerError: a rank died, raised or stalled; none is left running.
+        """
+        return nullcontext()
+
+    def computing(self, step: Step) -> AbstractContextManager[None]:
+        """Wrap the computing of a step, so that every rank computes it. Raises as `starting`."""
+        del step  # for those who must be told
+        return nullcontext()
+
+    def agree(self, value: T) -> T:
+        """Rank 0's `value`, on every rank that goes on with it."""
+        return value
+
+    def exit(self) -> None:
+        """End the other ranks, as far as they are the engine's. A second call does nothing."""
+
+
+class Lockstep(Ranks):
+    """The ranks that torchrun started, each with an engine of its own.
+
+    An exception in the middle of a step leaves the ranks at different places: the engine is over.
+    """
+
+    def __init__(self, launch: Launch, config: Config) -> None:
+        store = launch_store()
+        number = store.add(f"nanovllm/engines/{launch.rank}", 1)  # this rank's nth
+        store = PrefixStore(f"nanovllm/engine/{number}", store)
+        _await_all(store, launch.world_size)
+        parallel = connect(
+            store,
+            launch.rank,
+            launch.world_size,
+            rank_device(config.device, launch.local_rank),
+            config.distributed_timeout,
+            is_one_machine=launch.num_local_ranks == launch.world_size,
+        )
+        super().__init__(parallel, launch.num_local_ranks)
+        self._timeout = config.distributed_timeout
+        self._ended: str | None = None
+        weakref.finalize(self, parallel.close)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """See Ranks."""
+        return self._together()
+
+    def computing(self, step: Step) -> AbstractContextManager[None]:
+        """See Ranks. The other ranks have scheduled the same."""
+        del step
+        return self._together()
+
+    def agree(self, value: T) -> T:
+        """See Ranks."""
+        with self._together():
+            return self.parallel.broadcast(value)
+
+    def exit(self) -> None:
+        """Take no more steps. The processes are torchrun's."""
+        if self._ended is None:
+            self._ended = "this engine was ended by exit(); make a new LLM"
+            self.parallel.close()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        if self._ended is not None:
+            raise WorkerError(self._ended)
+        try:
+            yield
+        except ContactLostError as error:
+            self.parallel.close()
+            self._ended = (
+                f"{error}: one of them died, raised, or did not come within {self._timeout:g} s "
+                "(distributed_timeout); what it printed says why"
+            )
+            raise WorkerError(self._ended) from error
+        except BaseException as error:
+            self.parallel.close()
+            self._ended = (
+                f"rank {self.parallel.rank} left a step half done ({type(error).__name__}: "
+                f"{error}), so the ranks are no longer in step; start them anew"
+            )
+            raise
+
+
+def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) -> Ranks:
+    """Take a place among the ranks; start the other ones if nobody else has.
+
+    Raises:
+        ValueError: torchrun started another number of processes than `tensor_parallel_size`.
+        ValueError: there are fewer GPUs than ranks.
+        WorkerError: not every rank came.
+    """
+    from nanovllm.parallel.worker_group import WorkerGroup  # noqa: PLC0415 - it is one of the Ranks
+
+    num_ranks = config.tensor_parallel_size
+    launch = Launch.from_environment(os.environ)
+    if launch is not None and launch.world_size != num_ranks:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}, but the environment says WORLD_SIZE="
+            f"{launch.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
+            f"tensor_parallel_size={launch.world_size}, or, if no launcher started this process, "
+            "unset RANK and WORLD_SIZE"
+        )
+    if num_ranks == 1:
+        return Ranks(TensorParallel(device=rank_device(config.device, 0)))
+    if launch is not None:
+        return Lockstep(launch, config)
+    rank_device(config.device, num_ranks - 1)  # is there one for the last?
+    return WorkerGroup(config, model_config, observer)
+
+
+def rank_device(device: str, local_rank: int) -> torch.device:
+    """What a rank computes on: of several GPUs, the one of its own number.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    if device != "cuda":
+        return torch.device(device)
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ValueError(
+            f"rank {local_rank} of this machine has no GPU to compute on, torch sees {num_gpus}: "
+            f"set tensor_parallel_size to {num_gpus} or less, or device='cpu'"
+        )
+    return torch.device(device, local_rank)
+
+
+def _await_all(store: Store, world_size: int) -> None:
+    """Wait until every rank has come: from then on nobody waits long."""
+    try:
+        if store.add("present", 1) == world_size:
+            store.set("all", "present")
+        store.wait(["all"], timedelta(seconds=START_TIMEOUT))
+    except RuntimeError as error:
+        raise WorkerError(
+            f"not all {world_size} ranks made an engine within {START_TIMEOUT:g} s: {error}"
+        ) from error
+
+
+@cache
+def launch_store() -> Store:
+    """The notice board that all processes of a launch share; one connection for each process.
+
+    It is kept: where no agent serves it, rank 0 does, and must go on while others read.
+    """
+    found = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
+    store: Store = found[0]
+    return store
+
+
+def share(name: str, value: str) -> str:
+    """Make the ranks of a launch agree on a text: that of the first one who comes counts.
+
+    Each rank's nth call with a name is about the same text.
+    """
+    launch = Launch.from_environment(os.environ)
+    if launch is None:
+        return value
+    store = launch_store()
+    number = store.add(f"nanovllm/{name}/{launch.rank}", 1)
+    agreed: bytes = store.compare_set(f"nanovllm/{name}/agreed/{number}", "", value)
+    return agreed.decode()

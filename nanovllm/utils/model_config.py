@@ -1,0 +1,250 @@
+"""ModelConfig: what a model folder's `config.json` says of the model.
+
+Knows the two spellings of the file (transformers 5 and before), the range of every number in it,
+and which options this engine does not implement. Whatever would change the model's output is either
+read or refused by name, never ignored.
+
+Knows no torch and no transformers, and nothing of the weights but how many numbers they are: the
+loader finds wrong shapes.
+"""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm.errors import ModelConfigError
+from nanovllm.utils.files import explain, is_there, read_json
+from nanovllm.utils.json_fields import JsonFields
+from nanovllm.utils.rope_config import RopeScaling, read_rope
+
+if TYPE_CHECKING:
+    import os
+    from typing import Self
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+DTYPES = ("float32", "float16", "bfloat16")
+SIZE_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+GIB = 1024**3
+
+# A field that may hold one value only: what is implemented. Absent or null means that value.
+IMPLEMENTED_ONLY: tuple[tuple[str, object], ...] = (
+    ("model_type", "qwen3"),
+    ("hidden_act", "silu"),
+    ("attention_bias", False),
+    ("use_sliding_window", False),
+    ("quantization_config", None),
+    ("partial_rotary_factor", 1.0),
+    ("original_max_position_embeddings", None),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a Qwen3 model.
+
+    Attributes:
+        architecture: the class named in `architectures`.
+        head_dim: width of one attention head; not always hidden_size / num_attention_heads.
+        rope_scaling: how the rotary frequencies are stretched, None if they are not.
+        max_position_embeddings: positions run from 0 to this number, exclusive: the file's, or as
+            far as rope_scaling reaches, if that is further.
+        tie_word_embeddings: the head multiplies with the embedding's own matrix.
+        dtype: what the checkpoint was saved in (float32, float16 or bfloat16), None if not said.
+        eos_token_ids: each ends a text; from config.json and generation_config.json.
+        eos_by_file: the same, by the file that names it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    hidden_act: str
+    dtype: str | None
+    eos_token_ids: tuple[int, ...]
+    eos_by_file: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers all weights are together; a tied head counts once."""
+        num_q_rows = self.num_attention_heads * self.head_dim
+        num_kv_rows = self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * 2 * (num_q_rows + num_kv_rows)  # q, o; k, v
+        mlp = self.hidden_size * 3 * self.intermediate_size  # gate, up, down
+        norms = 2 * self.hidden_size + 2 * self.head_dim
+        num_embeddings = 1 if self.tie_word_embeddings else 2
+        embeddings = num_embeddings * self.vocab_size * self.hidden_size
+        return embeddings + self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size
+
+    def check_memory(
+        self, folder: str, total_bytes: int, bytes_per_parameter: int, num_positions: int
+    ) -> None:
+        """Refuse a model that a memory cannot hold, before anything of it is allocated.
+
+        Args:
+            folder: where the configuration is from, for the error.
+            total_bytes: of the memory; of several ranks' together.
+            bytes_per_parameter: of the dtype that the weights are loaded as.
+            num_positions: rows of the rotary table, which is float32.
+
+        Raises:
+            ModelConfigError: with the numbers, and the fields that they come from.
+        """
+        weight_bytes = self.num_parameters * bytes_per_parameter
+        table_bytes = num_positions * self.head_dim * 4
+        if weight_bytes + table_bytes <= total_bytes:
+            return
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in SIZE_FIELDS)
+        raise ModelConfigError(
+            f"{folder}/config.json describes a model that does not fit: {self.num_parameters} "
+            f"parameters of {bytes_per_parameter} bytes ({weight_bytes / GIB:.4g} GiB) and a table "
+            f"of {num_positions} positions ({table_bytes / GIB:.4g} GiB), where the memory has "
+            f"{total_bytes / GIB:.4g} GiB; if {sizes} are right, take a smaller model, dtype or "
+            "max_model_len."
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> Self:
+        """Read `config.json` and, if there is one, `generation_config.json` of a model folder.
+
+        Raises:
+            ModelConfigError: naming the file, the field and what is wrong with it.
+        """
+        folder = Path(path)
+        _check_folder(folder)
+        fields = _read_json(folder / "config.json")
+        _refuse_what_is_not_implemented(fields)
+
+        hidden_size = fields.count("hidden_size")
+        num_hidden_layers = fields.count("num_hidden_layers")
+        num_attention_heads = fields.count("num_attention_heads")
+        max_position_embeddings = fields.count("max_position_embeddings")
+        if max_position_embeddings < 2:  # noqa: PLR2004 - one token of prompt, one of completion
+            raise fields.error("max_position_embeddings", "must be at least 2: one in, one out")
+        vocab_size = fields.count("vocab_size")
+        _check_layer_types(fields, num_hidden_layers)
+        rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)
+        if rope_scaling is not None:
+            max_position_embeddings = max(max_position_embeddings, rope_scaling.num_positions)
+        eos_by_file = {
+            source.file.name: source.token_ids("eos_token_id", vocab_size)
+            for source in (fields, _read_json(folder / "generation_config.json", optional=True))
+        }
+        return cls(
+            architecture=ARCHITECTURE,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=fields.count("intermediate_size"),
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=_num_key_value_heads(fields, num_attention_heads),
+            head_dim=_head_dim(fields, hidden_size, num_attention_heads),
+            rms_norm_eps=fields.number("rms_norm_eps", above=0.0),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+            attention_bias=False,
+            hidden_act="silu",
+            dtype=_dtype(fields),
+            eos_token_ids=tuple(dict.fromkeys(chain(*eos_by_file.values()))),
+            eos_by_file=eos_by_file,
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        what = None if stat.S_ISDIR(folder.stat().st_mode) else "is a file"
+    except (OSError, ValueError) as error:
+        what = f"cannot be opened: {explain(error, folder)}"
+        if isinstance(error, FileNotFoundError) and not is_there(folder):
+            what = "does not exist"
+    if what is not None:
+        raise ModelConfigError(
+            f"{folder} {what}; give the folder of a model, with config.json in it."
+        )
+
+
+def _read_json(file: Path, *, optional: bool = False) -> JsonFields:
+    if not is_there(file):
+        if optional:
+            return JsonFields(file, {})
+        raise ModelConfigError(f"{file.parent} has no {file.name}; is it the folder of a model?")
+    content = read_json(file, ModelConfigError)
+    if not isinstance(content, dict):
+        raise ModelConfigError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return JsonFields(file, content)
+
+
+def _refuse_what_is_not_implemented(fields: JsonFields) -> None:
+    architectures = fields.get("architectures")
+    if architectures != [ARCHITECTURE]:
+        raise fields.error(
+            "architectures", f"must be [{ARCHITECTURE!r}]; no other model is implemented"
+        )
+    for name, implemented in IMPLEMENTED_ONLY:
+        if fields.get(name) not in (None, implemented):
+            raise fields.error(name, f"is not implemented; only {implemented!r} is")
+
+
+def _check_layer_types(fields: JsonFields, num_hidden_layers: int) -> None:
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        return
+    kinds = layer_types if isinstance(layer_types, list) else []
+    if len(kinds) != num_hidden_layers or any(kind != "full_attention" for kind in kinds):
+        raise fields.error(
+            "layer_types",
+            f"must name 'full_attention' {num_hidden_layers} times (num_hidden_layers);"
+            " no other kind is implemented",
+        )
+
+
+def _num_key_value_heads(fields: JsonFields, num_attention_heads: int) -> int:
+    """Several query heads may share one key/value head (GQA), each of them equally many."""
+    num_key_value_heads = fields.count("num_key_value_heads", default=num_attention_heads)
+    if num_attention_heads % num_key_value_heads != 0:
+        raise fields.error(
+            "num_key_value_heads", f"must divide num_attention_heads = {num_attention_heads}"
+        )
+    return num_key_value_heads
+
+
+def _head_dim(fields: JsonFields, hidden_size: int, num_attention_heads: int) -> int:
+    if fields.get("head_dim") is None and hidden_size % num_attention_heads != 0:
+        raise fields.error(
+            "head_dim",
+            f"must be given where num_attention_heads = {num_attention_heads}"
+            f" does not divide hidden_size = {hidden_size}",
+        )
+    head_dim = fields.count("head_dim", default=hidden_size // num_attention_heads)
+    if head_dim % 2 != 0:
+        raise fields.error(
+            "head_dim", f"must be even, since RoPE turns pairs of numbers; it is {head_dim}"
+        )
+    return head_dim
+
+
+def _dtype(fields: JsonFields) -> str | None:
+    """`dtype` since transformers 5, `torch_dtype` before."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    dtype = fields.get(name)
+    if dtype is not None and dtype not in DTYPES:
+        raise fields.error(name, f"must be one of {', '.join(DTYPES)}")
+    return dtype if isinstance(dtype, str) else None

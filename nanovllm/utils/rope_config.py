@@ -1,0 +1,147 @@
+"""The rotary embedding's part of a `config.json`, in both of its spellings.
+
+    transformers 5:  "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
+    before:          "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
+
+Knows which parameters each kind of scaling takes. How they bend the frequencies is known to
+`layers/rotary_embedding.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+from nanovllm.utils.json_fields import LARGEST_COUNT
+
+if TYPE_CHECKING:
+    from nanovllm.utils.json_fields import JsonFields
+
+# The fields each kind may have; any other is refused, since it would be ignored.
+KNOWN_FIELDS: Final = MappingProxyType(
+    {
+        "default": frozenset(),
+        "linear": frozenset({"factor"}),
+        "yarn": frozenset(
+            {
+                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+                *("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "truncate"),
+            }
+        ),
+    }
+)
+FIELDS_OF_ALL = frozenset({"rope_type", "type", "rope_theta"})
+# Of other fields, the value that changes nothing.
+IDLE: Final = MappingProxyType({"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0})
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How the rotary frequencies are stretched for texts longer than those trained on.
+
+    Attributes:
+        rope_type: `linear` slows every frequency by `factor`. `yarn` slows the low ones, keeps the
+            high ones, and ramps between them (https://arxiv.org/abs/2309.00071).
+        factor: new length over old length.
+        original_max_position_embeddings: yarn: the old length.
+        attention_factor: yarn: cosine and sine are multiplied by it.
+        beta_fast: yarn: frequencies that turn more often than this over the old length are kept.
+        beta_slow: yarn: those that turn less often than this are slowed by the whole factor.
+        truncate: yarn: the ramp begins and ends at whole dimensions.
+    """
+
+    rope_type: Literal["linear", "yarn"]
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def num_positions(self) -> int:
+        """How far the stretched positions reach, as vLLM's `_get_and_verify_max_len` has it."""
+        return int(min(self.original_max_position_embeddings * self.factor, LARGEST_COUNT))
+
+
+def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+    """Return rope_theta and the scaling.
+
+    Raises:
+        ModelConfigError: a parameter is missing, said twice, or of a kind not implemented.
+    """
+    sections = [
+        section
+        for name in ("rope_parameters", "rope_scaling")
+        if (section := fields.section(name)) is not None
+    ]
+    scalings = [_read_scaling(section, max_position_embeddings) for section in sections]
+    places = [place for place in (*sections, fields) if place.get("rope_theta") is not None]
+    if not places:
+        raise fields.error("rope_theta", "must be given, here or in rope_parameters")
+    thetas = [place.number("rope_theta", above=1.0) for place in places]
+    if len(set(thetas)) > 1:
+        raise fields.error("rope_theta", f"is given twice and differs: {thetas}")
+    if len(set(scalings)) > 1:
+        raise fields.error("rope_scaling", "contradicts rope_parameters; keep one of the two")
+    return thetas[0], scalings[0] if scalings else None
+
+
+def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScaling | None:
+    named = [name for name in ("rope_type", "type") if section.get(name) is not None]
+    rope_type = section.get(named[0]) if named else "default"
+    if any(section.get(name) != rope_type for name in named):
+        raise section.error("type", f"contradicts rope_type = {rope_type!r}")
+    if not isinstance(rope_type, str) or rope_type not in KNOWN_FIELDS:
+        raise section.error(named[0], f"is not implemented; {', '.join(KNOWN_FIELDS)} are")
+    for name, value in section.values.items():
+        is_known = name in FIELDS_OF_ALL | KNOWN_FIELDS[rope_type]
+        is_idle = value is None or (name in IDLE and value == IDLE[name])
+        if not is_known and not is_idle:
+            raise section.error(name, f"is not implemented for rope_type {rope_type!r}")
+    if rope_type == "default":
+        return None
+    factor = _at_least_one(section, "factor")
+    original = section.count("original_max_position_embeddings", default=max_position_embeddings)
+    if rope_type == "linear":
+        return RopeScaling("linear", factor, original)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        attention_factor=_attention_factor(section, factor),
+        beta_fast=section.number("beta_fast", above=0.0, default=32.0),
+        beta_slow=section.number("beta_slow", above=0.0, default=1.0),
+        truncate=section.flag("truncate", default=True),
+    )
+
+
+def _attention_factor(section: JsonFields, factor: float) -> float:
+    """Return what cosine and sine are multiplied by, from whichever field a checkpoint has.
+
+    `attention_factor` is the whole of it; else it is worked out from `factor`, perhaps by `mscale`
+    and `mscale_all_dim` (transformers: `_compute_yarn_parameters`, which passes over one without
+    the other). `attn_factor` multiplies that (vLLM: `YaRNScalingRotaryEmbedding`; transformers
+    passes over it, but checkpoints that have it were made for the product).
+    """
+
+    def scaled(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0
+
+    names = ("mscale", "mscale_all_dim")  # 0 is the same as none
+    scales = [section.number(n, above=0.0) for n in names if section.get(n) not in (None, 0)]
+    found = scaled(scales[0]) / scaled(scales[1]) if len(scales) == len(names) else scaled()
+    found *= section.number("attn_factor", above=0.0, default=1.0)
+    told = section.number("attention_factor", above=0.0, default=found)
+    if section.get("attn_factor") is not None and not math.isclose(told, found, rel_tol=1e-6):
+        raise section.error("attn_factor", f"makes {found:g}, but attention_factor is {told:g}")
+    return told
+
+
+def _at_least_one(section: JsonFields, name: str) -> float:
+    factor = section.number(name, above=0.0)
+    if factor < 1.0:
+        raise section.error(name, "must be at least 1")
+    return factor

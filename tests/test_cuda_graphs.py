@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import KVCacheError
 from nanovllm.gpu.cuda_graphs import (
-    Ahead,
     DecodeBuffers,
-    DecodeGraphs,
     graph_batch_sizes,
+    is_sampled_in_graph,
     smallest_that_holds,
 )
-from nanovllm.gpu.graph_decoder import is_sampled_in_graph
-from nanovllm.gpu.timer import GpuTimer
+from nanovllm.gpu.foresight import Foresight
+from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import largest_prefill
 from nanovllm.parallel.tensor_parallel import TensorParallel
 from nanovllm.sampling_params import SamplingParams
@@ -61,27 +61,32 @@ def running(seq_id: int, num_computed_tokens: int, pages: list[int]) -> Sequence
     return seq
 
 
+def rows_of(foresight: Foresight, *seqs: Sequence) -> list[int] | None:
+    return foresight.rows_of(Batch(0, seqs=[*seqs]))
+
+
 def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_only() -> None:
     first, second = running(0, 4, [3, 7]), running(1, 2, [5])
-    ahead = Ahead([first, second], [4, 2], {first: 7})
-    assert ahead.rows_of([first, second]) == [0, 1]
-    assert ahead.rows_of([second, first]) is None
-    assert ahead.rows_of([first, second, running(2, 2, [6])]) is None
+    ahead = Foresight([1], [0, 2], [(0, 7)], [first, second], [4, 2])
+    assert rows_of(ahead, first, second) == [0, 1]
+    assert rows_of(ahead, second, first) is None
+    assert rows_of(ahead, first, second, running(2, 2, [6])) is None
+    assert ahead.rows_of(Batch(0, seqs=[first, second], num_prefills=1)) is None
     second.num_computed_tokens = 3
-    assert ahead.rows_of([first, second]) is None
+    assert rows_of(ahead, first, second) is None
     second.num_computed_tokens = 2
     first.block_table = [3, 8]
-    assert ahead.rows_of([first, second]) is None
+    assert rows_of(ahead, first, second) is None
 
 
 def test_rows_of_a_step_ahead_count_without_those_that_have_ended_and_only_those() -> None:
     seqs = [running(seq_id, 4, [seq_id]) for seq_id in range(4)]
-    ahead = Ahead(seqs, [4] * 4, {})
-    assert ahead.rows_of([seqs[0], seqs[2]]) is None  # the others may be preempted
+    ahead = Foresight([], [0, 1, 2, 3], [], seqs, [4] * 4)
+    assert rows_of(ahead, seqs[0], seqs[2]) is None  # the others may be preempted
     seqs[1].finish_reason, seqs[3].finish_reason = "eos", "aborted"
-    assert ahead.rows_of([seqs[0], seqs[2]]) == [0, 2]
-    assert ahead.rows_of([seqs[2]]) is None
-    assert ahead.rows_of([]) is None
+    assert rows_of(ahead, seqs[0], seqs[2]) == [0, 2]
+    assert rows_of(ahead, seqs[2]) is None
+    assert rows_of(ahead) is None
 
 
 @pytest.mark.parametrize(
@@ -103,12 +108,9 @@ def test_a_graph_draws_what_needs_no_look_at_the_logits(
 
 def test_no_temperature_but_0_is_greedy_in_a_graph() -> None:
     buffers = DecodeBuffers(4, 1, 8, torch.float32, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Event", lambda: None)
-        graphs = DecodeGraphs(lambda *_: torch.empty(0), lambda *_: None, buffers, 4, 4)
     temperatures = (0.0, 1e-60, 1e-300, 1.0)
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
-    graphs.load_sampling([Sequence(row, [1], some) for row, some in enumerate(params)])
+    buffers.load_sampling([Sequence(row, [1], some) for row, some in enumerate(params)])
     assert (buffers.temperatures == 0).tolist() == [True, False, False, False]
 
 
@@ -154,7 +156,6 @@ def test_where_a_step_leaves_nothing_the_numbers_are_named() -> None:
 
 
 def test_a_cpu_has_no_queue_to_measure() -> None:
-    timer = GpuTimer(torch.device("cpu"))
-    with timer.measuring():
+    with measuring(torch.device("cpu")) as stretch:
         pass
-    assert timer.launched is None
+    assert stretch is None

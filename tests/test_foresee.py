@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 
-from nanovllm import LLM
-from nanovllm.assets import TINY_QWEN3
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine import core
+from nanovllm.engine.core import EngineCore
+from nanovllm.gpu.foresight import foresee
 from nanovllm.sampling_params import SamplingParams
-from support.fake_runner import FakeRunner, Settings, make_engine, runner_of
+from support.fake_runner import Settings, make_engine, runner_of
 from support.workload import Run, Workload, workloads
 
 if TYPE_CHECKING:
-    from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.core import Launched
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.gpu.foresight import Foresight
 
 
 def engine_with(*prompts: list[int], max_tokens: int = 30, **settings: Any) -> LLMEngine:  # noqa: ANN401 - as Settings takes them
@@ -74,16 +76,15 @@ def test_a_step_begins_before_the_tokens_are_there_if_they_could_not_change_it(
 ) -> None:
     """Who may end takes no page with him: his row is computed in vain, the others' count."""
     foreseen: list[tuple[bool, bool]] = []
-    foresee = Scheduler.foresee
 
     def listening(
-        self: Scheduler, batch: Batch, token_ids: list[int] | None = None
+        scheduler: Scheduler, batch: Batch, token_ids: list[int] | None = None
     ) -> Foresight | None:
-        foresight = foresee(self, batch, token_ids)
+        foresight = foresee(scheduler, batch, token_ids)
         foreseen.append((token_ids is None, foresight is not None))
         return foresight
 
-    monkeypatch.setattr(Scheduler, "foresee", listening)
+    monkeypatch.setattr(core, "foresee", listening)
     engine = make_engine(Settings(kvcache_block_size=64, num_kvcache_blocks=40))
     prompts = [[1, 2, number] for number in range(7)] + [[2, 1, number] for number in range(7)]
     outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9))
@@ -127,22 +128,14 @@ def test_a_page_that_a_visitor_has_overwritten_is_computed_again(
     engine = make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8))
     visit_between_two_steps(engine)
     assert runner_of(engine).num_in_vain == 1
-    monkeypatch.setattr(FakeRunner, "_forget", lambda _runner: None)
+
+    def keep(engine_core: EngineCore, batch: Batch) -> Launched | None:
+        ahead = engine_core._ahead
+        return ahead if ahead is not None and ahead.is_step_of(batch) else None
+
+    monkeypatch.setattr(EngineCore, "_take_ahead", keep)
     with pytest.raises(AssertionError, match="would attend to a wrong slot"):
         visit_between_two_steps(make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8)))
-
-
-def test_any_other_step_makes_the_runner_forget_what_it_launched_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What the fake runner does, the real one must do: its graphs are tried on GPUs only."""
-    llm = LLM(TINY_QWEN3, device="cpu", num_kvcache_blocks=8)
-    graphs = Mock()
-    graphs.can_compute.return_value = False
-    monkeypatch.setattr(llm.model_runner, "graphs", graphs)
-    llm.add_request([1, 2, 3], SamplingParams(max_tokens=1))
-    llm.step()
-    graphs.forget.assert_called_once_with()
 
 
 def test_a_page_that_is_still_published_is_not_written_to_on_a_guess() -> None:

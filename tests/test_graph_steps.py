@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from nanovllm.gpu.cuda_graphs import DecodeGraphs
+from nanovllm.gpu.cuda_graphs import DecodeGraphs, GraphStep
 from nanovllm.sampling_params import SamplingParams
 from support.fake_runner import Settings
 from support.fuzz import draw_case
@@ -20,8 +20,7 @@ from support.graph_runner import make_graph_engine
 from support.workload import Request, Run, Workload, workloads
 
 if TYPE_CHECKING:
-    from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.cuda_graphs import Launched
+    from nanovllm.engine.batch import Batch
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -92,7 +91,7 @@ def test_a_row_that_has_ended_unforeseen_is_padding_from_then_on(
 ) -> None:
     """Else it goes on, and past its last page it writes to pages of others."""
     decode_on_after_an_abort()
-    monkeypatch.setattr(DecodeGraphs, "_clear", lambda _graphs, _places: None)
+    monkeypatch.setattr(DecodeGraphs, "clear", lambda _graphs, _places: None)
     with pytest.raises(AssertionError, match="would attend to a wrong slot"):
         decode_on_after_an_abort()
 
@@ -102,13 +101,12 @@ def test_decodes_are_launched_ahead_also_where_sequences_end_by_a_token() -> Non
     requests = [Request([1, 2, number], 30, ignore_eos=number % 2 == 0) for number in range(7)]
     ahead: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        take = DecodeGraphs.take_ahead
+        is_step_of = GraphStep.is_step_of
 
-        def listening(graphs: DecodeGraphs, seqs: list[Sequence]) -> Launched | None:
-            launched = take(graphs, seqs)
-            ahead.append(launched is not None)
-            return launched
+        def listening(step: GraphStep, batch: Batch) -> bool:
+            ahead.append(is_step_of(step, batch))
+            return ahead[-1]
 
-        patch.setattr(DecodeGraphs, "take_ahead", listening)
+        patch.setattr(GraphStep, "is_step_of", listening)
         run(Workload(settings, requests))
     assert ahead.count(True) > 3 * ahead.count(False)

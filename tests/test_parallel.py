@@ -24,6 +24,7 @@ from nanovllm.config import Config
 from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.errors import WeightsError, WorkerError
 from nanovllm.layers.attention import make_attention_backend
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel.interrupts import interrupts_deferred
 from nanovllm.parallel.launch import Launch
@@ -363,17 +364,15 @@ def test_no_padding_of_the_vocabulary_can_be_sampled(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks hold 66 rows each, and the vocabulary has 131."""
-    runner, widths = pair.plain.model_runner, []
-    sampler = runner.sampler
+    widths, forward = [], Sampler.forward
 
-    def watched(logits: Tensor, params: SamplingTensors) -> Tensor:
+    def watched(sampler: Sampler, logits: Tensor, params: SamplingTensors) -> Tensor:
         widths.append(logits.shape[-1])
-        token_ids: Tensor = sampler(logits, params)
-        return token_ids
+        return forward(sampler, logits, params)
 
-    monkeypatch.setattr(runner, "sampler", watched)
+    monkeypatch.setattr(Sampler, "forward", watched)
     pair.plain.generate([[1, 2, 3]], greedy_params(2))
-    assert runner.model.lm_head.weight.shape[0] == 66
+    assert pair.plain.model_runner.model.lm_head.weight.shape[0] == 66
     assert widths == [131, 131]
 
 
@@ -383,7 +382,7 @@ def test_an_exception_between_two_steps_leaves_the_ranks_together(
     llm = pair.plain
     prompt = plain.prompts([6], 5, seed=4)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "sampler", lambda *_: pytest.fail("no token today"))
+        patch.setattr(Sampler, "forward", lambda *_: pytest.fail("no token today"))
         with pytest.raises(pytest.fail.Exception):
             llm.generate([prompt], greedy_params(5))
     assert_empty(llm)

@@ -62,16 +62,3 @@ class Batch:
 
     def __bool__(self) -> bool:
         return bool(self.seqs)
-
-
-@dataclass(frozen=True, slots=True)
-class Foresight:
-    """What the next step will be, if nobody comes or goes: this batch, each one token further.
-
-    Attributes:
-        ending: indices of the sequences that end with this step's tokens, and are not in it.
-        new_pages: the (index, page) of each sequence that gets a page before its next token.
-    """
-
-    ending: list[int]
-    new_pages: list[tuple[int, int]]

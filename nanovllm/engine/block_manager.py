@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
@@ -151,26 +150,6 @@ class BlockManager:
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)
             self.observer.blocks_append(seq, block_ids)
-
-    def next_blocks(self, num_blocks: int, ending: list[Sequence]) -> list[int] | None:
-        """The pages that will be taken next, once `ending` have given theirs back. Changes nothing.
-
-        None if there are not so many, or one of them still holds something published, or that
-        cannot be told yet: the last page of one that ends is full, and about to be published.
-        """
-        is_filled = any(seq.num_tokens % self.block_size == 0 for seq in ending)
-        if num_blocks and is_filled and self.enable_prefix_caching:
-            return None
-        returned = (  # to the list's head, by `deallocate`; the others go to its end
-            block_id
-            for seq in reversed(ending)
-            for block_id in seq.block_table
-            if self.block_hashes[block_id] is None
-        )
-        block_ids = list(islice(chain(returned, self.free_blocks), num_blocks))
-        if len(block_ids) < num_blocks or any(self.block_hashes[b] for b in block_ids):
-            return None
-        return block_ids
 
     # -- after the computation -------------------------------------------------------------------
 

@@ -1,28 +1,25 @@
-"""LLMEngine: the main loop. step() = schedule -> run -> postprocess.
+"""LLMEngine: requests come in, `EngineCore` turns step by step, text goes out.
 
-Knows requests coming in, text going out, and the order of things. Does not know how a batch is
-chosen (`scheduler.py`) or computed (`model_runner.py`). vLLM's counterparts are
-`vllm/v1/engine/llm_engine.py` and `core.py`.
+Knows requests and their text. Does not know how a batch is chosen (`scheduler.py`) or computed
+(`model_runner.py`). vLLM's counterpart is `vllm/v1/engine/llm_engine.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
-from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
-from nanovllm.observer import SILENT, Observer
+from nanovllm.observer import SILENT
 from nanovllm.outputs import (
     RequestOutput,
     StreamOutput,
@@ -31,23 +28,22 @@ from nanovllm.outputs import (
     refused_stream_output,
     stream_output,
 )
-from nanovllm.parallel.ranks import join_ranks
-from nanovllm.utils.callers_world import callers_world_kept
-from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.progress import progress_bar
-from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from collections.abc import Sequence as Seq
-    from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
-    from nanovllm.engine.batch import Batch
+    from nanovllm.config import Config
+    from nanovllm.engine.core import Runner
     from nanovllm.engine.input_processor import Request
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
+    from nanovllm.observer import Observer
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.utils.model_config import ModelConfig
+    from nanovllm.utils.tokenizer import Tokenizer
 
     Prompt = str | Seq[int] | dict[str, Any]
     Prompts = str | dict[str, Any] | Seq[Prompt]
@@ -55,67 +51,59 @@ if TYPE_CHECKING:
 
 
 class LLMEngine:
-    """An engine around one model.
+    """Requests and text around the loop (`core.py`). `LLM` builds one from a model's folder.
 
     Threads may share it: they take turns. A call waits until the others' have returned: `generate`
     runs to its end first, `stream` lets others in between two outputs. `exit` does not wait.
 
     Args:
-        model: folder of a Qwen3 checkpoint.
-        observer: told of everything the engine does; None for silence.
-        **options: see `nanovllm.config.Config`.
-
-    Raises:
-        TypeError: an unknown option.
-        ValueError: an option out of range, or a checkpoint that cannot be run as it is.
-        WorkerError: a process for another rank did not start.
+        config: the settings, resolved.
+        model_config: the model's shape.
+        runner: computes batches.
+        num_kvcache_blocks: blocks of the KV cache that the runner has.
+        eos_token_ids: each of these ends a sequence.
+        tokenizer: text -> tokens -> text.
+        observer: told of everything the engine does.
     """
 
-    @callers_world_kept()
     def __init__(
         self,
-        model: str | Path,
-        observer: Observer | None = None,
-        **options: Any,  # noqa: ANN401 - Config.create checks each by name and type
+        *,
+        config: Config,
+        model_config: ModelConfig,
+        runner: Runner,
+        num_kvcache_blocks: int,
+        eos_token_ids: Seq[int],
+        tokenizer: Tokenizer,
+        observer: Observer = SILENT,
     ) -> None:
-        self.observer = SILENT if observer is None else observer
-        self.config = Config.create(model, options)
-        self.model_config = ModelConfig.from_folder(self.config.model)
-        self.config.resolve(self.model_config, options)
-        self.observer.engine_init(self.config, self.model_config)
-        self.tokenizer = Tokenizer(self.config.model)
-        # A broken one is refused now, not when text goes out.
-        self.tokenizer.load(self.model_config.vocab_size)
-        self.input_processor = InputProcessor(self.tokenizer, self.model_config.vocab_size)
-        self.output_processor = OutputProcessor(self.tokenizer)
-        eos = self.model_config.eos_by_file | {"tokenizer": self.tokenizer.eos_token_ids()}
-        self.eos_token_ids = tuple(dict.fromkeys(chain(*eos.values())))
-        # The runner before the scheduler: only it knows how many KV pages there are.
-        self.ranks = join_ranks(self.config, self.model_config, self.observer)
-        self.model_runner = ModelRunner(self.config, self.model_config, self.observer, self.ranks)
+        self.config = config
+        self.observer = observer
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.input_processor = InputProcessor(tokenizer, model_config.vocab_size)
+        self.output_processor = OutputProcessor(tokenizer)
         block_manager = BlockManager(
-            self.model_runner.num_kvcache_blocks,
-            self.config.kvcache_block_size,
-            self.observer,
-            enable_prefix_caching=self.config.enable_prefix_caching,
+            num_kvcache_blocks,
+            config.kvcache_block_size,
+            observer,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
             block_manager,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.config.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            observer=self.observer,
-            policy=POLICIES[self.config.policy],
-            max_positions=self.model_config.max_position_embeddings,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            eos_token_ids=eos_token_ids,
+            observer=observer,
+            policy=POLICIES[config.policy],
+            max_positions=model_config.max_position_embeddings,
         )
+        self.core = EngineCore(self.scheduler, runner, self.output_processor.process, observer)
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
-        self.engine_step = 0
         self._turn = RLock()  # not a Lock: an observer may call the engine back
         self._handled: BaseException | None = None  # the exception that _recovering dealt with last
-        sources = [", ".join(f for f in eos if i in eos[f]) for i in self.eos_token_ids]
-        self.observer.engine_ready(block_manager.num_blocks, self.eos_token_ids, sources)
 
     # -- request by request ----------------------------------------------------------------------
 
@@ -148,18 +136,8 @@ class LLMEngine:
         with self._turn, self._recovering():
             if self.is_finished():
                 return []
-            self.engine_step += 1
-            self.observer.step_start(self.engine_step)
-            batch = self.scheduler.schedule()
-            self.model_runner.launch(batch, self.engine_step)
-            is_foreseen = self._look_ahead(batch)  # a GPU need not wait for what follows
-            token_ids = self.model_runner.token_ids(batch)
-            if not is_foreseen:
-                self._look_ahead(batch, token_ids)
-            self.model_runner.tell_tokens(batch, token_ids)
-            stopped = self.output_processor.process(batch.sampled_seqs, token_ids)
-            finished = self.scheduler.postprocess(batch, token_ids, stopped)
-            self.observer.step_end(batch, finished, self.scheduler)
+            core = self.core
+            finished = core.step_ahead() if core.runner.runs_ahead else core.step()
             return [self._output(seq) for seq in finished]
 
     def abort(self, seq_id: int) -> RequestOutput:
@@ -176,13 +154,10 @@ class LLMEngine:
                 self.scheduler.abort(seq)
                 return self._output(seq)
 
-    def exit(self) -> None:
-        """End the processes of the other ranks, if the engine has started any.
-
-        They also end with this process, with the engine's last reference, and with any error that
-        leaves the ranks at different places. A second call does nothing.
-        """
-        self.ranks.exit()
+    @property
+    def engine_step(self) -> int:
+        """How many steps were begun."""
+        return self.core.engine_step
 
     def is_finished(self) -> bool:
         """Has every request ended?"""
@@ -241,8 +216,7 @@ class LLMEngine:
             requests = self.input_processor.batch(prompts, sampling_params)
             num_prompts = len(requests)
             self.observer.generate_start(num_prompts)
-            shows = use_tqdm and self.ranks.parallel.rank == 0
-            with self._recovering(), progress_bar(num_prompts, shows=shows) as advance:
+            with self._recovering(), progress_bar(num_prompts, shows=use_tqdm) as advance:
                 outputs = self._run(requests, advance)
             num_outputs = len(outputs)
             self.observer.generate_finish(num_outputs)
@@ -317,15 +291,6 @@ class LLMEngine:
         self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _look_ahead(self, batch: Batch, token_ids: list[int] | None = None) -> bool:
-        """Let the next step begin, if it is known by now which it will be."""
-        if not self.model_runner.can_run_ahead:
-            return False
-        foresight = self.scheduler.foresee(batch, token_ids)
-        if foresight is not None:
-            self.model_runner.run_ahead(batch, foresight)
-        return foresight is not None
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

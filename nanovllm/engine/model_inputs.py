@@ -20,7 +20,7 @@ and in the next step, one token each:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ class PrefillInputs:
     block_tables: list[list[int]] | None
     logits_indices: list[int]
 
+    @property
+    def context_lens(self) -> list[int]:
+        """(num_seqs,) how many tokens each sequence attends to."""
+        return [stop - start for start, stop in pairwise(self.cu_seqlens_k)]
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
@@ -78,6 +83,23 @@ class DecodeInputs:
     slot_mapping: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
+
+    max_seqlen_q = 1
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """The longest context."""
+        return max(self.context_lens)
+
+    @property
+    def cu_seqlens_q(self) -> list[int]:
+        """(num_seqs + 1,) cumulative number of new tokens: 0, 1, 2 ..."""
+        return list(range(len(self.input_ids) + 1))
+
+    @property
+    def cu_seqlens_k(self) -> list[int]:
+        """(num_seqs + 1,) cumulative length of the contexts."""
+        return list(accumulate(self.context_lens, initial=0))
 
 
 @dataclass(frozen=True, slots=True)

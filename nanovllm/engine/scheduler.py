@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.batch import Batch, Foresight
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.policies import Policy, prefill_first
 from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanovllm.errors import RequestRefusedError
@@ -220,42 +220,6 @@ class Scheduler:
                 self._finish(seq, reason)
                 finished.append(seq)
         return finished
-
-    def foresee(self, batch: Batch, token_ids: list[int] | None = None) -> Foresight | None:
-        """Will the next step be this one again, one token further? Changes nothing.
-
-        Asked before `postprocess`, and first even before the tokens are there, so that a GPU can
-        begin the next step while the host still ends this one. Whatever happens in between (a
-        request comes, say) makes it a wrong guess, and the work in vain, but not a wrong result.
-
-        Args:
-            batch: what `schedule` returned.
-            token_ids: one sampled token for each of `batch.sampled_seqs`; None if unknown yet. Then
-                only those are foreseen to end that have reached their length.
-
-        Returns:
-            What the next step will be; None for another step, or where it cannot be told.
-        """
-        if self.waiting or batch.num_prefills or len(batch.seqs) < len(self.running):
-            return None
-        block_size = self.block_manager.block_size
-        ending, takers, may_end = [], [], False
-        for index, seq in enumerate(batch.seqs):
-            num_tokens = len(seq.token_ids) + 1  # with this step's
-            if num_tokens >= seq.max_num_tokens or (
-                token_ids is not None and token_ids[index] in seq.end_token_ids
-            ):
-                ending.append(index)
-                continue
-            # A stop string is known to the text only.
-            may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
-            if num_tokens > len(seq.block_table) * block_size:
-                takers.append(index)
-        if len(ending) == len(batch.seqs) or (may_end and takers):
-            return None  # the pages of one that ends would be taken first
-        seqs_ending = [batch.seqs[index] for index in ending]
-        pages = self.block_manager.next_blocks(len(takers), seqs_ending)
-        return None if pages is None else Foresight(ending, list(zip(takers, pages, strict=True)))
 
     def _finish_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
         if token_id not in seq.end_token_ids and len(seq.token_ids) < seq.max_num_tokens:

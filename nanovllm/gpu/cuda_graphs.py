@@ -35,23 +35,33 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+from nanovllm.engine.core import Launched
+from nanovllm.engine.model_inputs import DecodeInputs, prepare_decode
+from nanovllm.gpu.timer import Stretch
 from nanovllm.layers.context import Context, forward_context
-from nanovllm.layers.sampler import FLOAT32
+from nanovllm.layers.sampler import FLOAT32, broken_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from nanovllm.engine.batch import Foresight
-    from nanovllm.engine.model_inputs import DecodeInputs
+    from nanovllm.config import Config
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.model_inputs import PrefillInputs, Step
+    from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.gpu.foresight import Foresight
+    from nanovllm.gpu.qwen3_fused import FusedQwen3
+    from nanovllm.observer import Observer
+    from nanovllm.parallel.ranks import Ranks
+    from nanovllm.utils.model_config import ModelConfig
 
 # Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds. From
 # 512 on, steps of 64: each graph takes time and memory at the start.
@@ -116,95 +126,115 @@ class DecodeBuffers:
         self.host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=pin)
         self.host_token_ids = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin)
 
+    def load_sampling(self, seqs: list[Sequence]) -> None:
+        """Copy how the first rows, which are those of `seqs`, are sampled."""
+        temperatures = [seq.sampling_params.temperature for seq in seqs]
+        # In float32 a tiny one would be 0, and 0 is greedy.
+        _copy("f", [t and max(t, FLOAT32.tiny) for t in temperatures], self.temperatures)
+        _copy("Q", [seq.seed % 2**64 for seq in seqs], self.seeds)
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that the GPU has been given.
+
+@dataclass(slots=True, eq=False)
+class GraphStep(Launched):
+    """A decode step that the GPU was given as one graph.
 
     Attributes:
-        size: of its graph.
-        places: the batch's rows in it, in the batch's order.
-        arrival: passed when its tokens are in `host_token_ids`, (size,), -1 in a row whose logits
-            were not finite.
+        graphs: whose graph it is.
+        seqs: the batch.
+        places: the row of each, in the batch's order.
+        size: of the graph.
+        stretch: around the step on the GPU; its end is passed when the tokens are on the host.
+        host_token_ids: (size,), -1 in a row whose logits were not finite.
+        foresight: of a step that was launched ahead: what must come true.
+        is_drawn: does each row draw its next token by itself?
     """
 
-    size: int
+    graphs: DecodeGraphs
+    seqs: list[Sequence]
     places: list[int]
-    arrival: torch.cuda.Event
+    size: int
+    stretch: Stretch
     host_token_ids: Tensor
+    foresight: Foresight | None = None
+    is_drawn: bool = True
+
+    @property
+    def can_be_followed(self) -> bool:
+        """See Launched."""
+        return self.is_drawn and self.graphs.ranks.parallel.world_size == 1
 
     def token_ids(self) -> list[int]:
-        """Wait for the batch's tokens."""
-        self.arrival.synchronize()
-        token_ids: list[int] = self.host_token_ids.tolist()
-        return [token_ids[place] for place in self.places]
+        """See Launched.
 
+        Raises:
+            LogitsError: the logits of a row have no largest finite number.
+        """
+        if not self.is_drawn:
+            return self.graphs.sample(self.graphs.logits(self.places), self.seqs)
+        self.stretch.last.synchronize()
+        by_row: list[int] = self.host_token_ids.tolist()
+        token_ids = [by_row[place] for place in self.places]
+        if min(token_ids) < 0:
+            raise broken_logits(token_ids.index(-1))
+        return self.graphs.ranks.agree(token_ids)
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that was launched before it was scheduled: what must come true.
+    def gpu_ns(self) -> int | None:
+        """See Launched."""
+        return self.stretch.elapsed_ns()
 
-    Attributes:
-        seqs: the sequences, in the order of their rows.
-        positions: where each one's token is.
-        new_pages: the page that some have been given meanwhile.
-    """
+    def launch_next(self, foresight: Foresight) -> GraphStep | None:
+        """See Launched. It must be of the same graph."""
+        return self.graphs.launch_next(self, foresight)
 
-    seqs: list[Sequence]
-    positions: list[int]
-    new_pages: dict[Sequence, int]
-
-    def rows_of(self, seqs: list[Sequence]) -> list[int] | None:
-        """Which of its sequences are `seqs`, if the others have ended; None if it is in vain."""
-        rows, wanted = [], iter(seqs)
-        seq = next(wanted, None)
-        for row, candidate in enumerate(self.seqs):
-            if candidate is seq:
-                if not self._has_come_true(row):
-                    return None
-                rows.append(row)
-                seq = next(wanted, None)
-            elif candidate.finish_reason is None:
-                return None
-        return rows if seq is None else None
-
-    def _has_come_true(self, row: int) -> bool:
-        seq = self.seqs[row]
-        page = self.new_pages.get(seq)
-        is_there = page is None or seq.block_table[-1] == page
-        return is_there and seq.num_computed_tokens == self.positions[row]
+    def is_step_of(self, batch: Batch) -> bool:
+        """See Launched. Who ended unforeseen leaves its row; the other rows count."""
+        rows = None if self.foresight is None else self.foresight.rows_of(batch)
+        if rows is None:
+            return False
+        places = [self.places[row] for row in rows]
+        self.graphs.clear(sorted({*self.places} - {*places}))
+        self.seqs, self.places = batch.seqs, places
+        self.graphs.tell_ahead(batch, self.size)
+        return True
 
 
 class DecodeGraphs:
     """Decode steps as graphs.
 
     Args:
-        forward: (input_ids, positions) -> hidden states, inside a `forward_context`.
-        compute_logits: (hidden states, tensor to write them into) -> None.
+        model: computes a step, inside a `forward_context`.
         buffers: the tensors they run on.
-        block_size: tokens in a page.
+        block_size: tokens in a block.
         max_model_len: the longest context.
+        ranks: who computes along.
+        observer: told how each step went.
+        sample: (logits, sequences) -> tokens, for rows whose logits somebody must see.
     """
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor], Tensor],
-        compute_logits: Callable[[Tensor, Tensor], None],
+        *,
+        model: FusedQwen3,
         buffers: DecodeBuffers,
         block_size: int,
         max_model_len: int,
+        ranks: Ranks,
+        observer: Observer,
+        sample: Callable[[Tensor, list[Sequence]], list[int]],
     ) -> None:
-        self.forward = forward
-        self.compute_logits = compute_logits
+        self.model = model
         self.buffers = buffers
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.ranks = ranks
+        self.observer = observer
+        self.sample = sample
         self.sizes = graph_batch_sizes(len(buffers.positions))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool_bytes = 0
-        self._ahead: tuple[Ahead, Launched] | None = None
         # Two steps can be under way: one that is waited for, and one behind it.
         self._hosts = list(buffers.host_token_ids)
+        self._stretches = [Stretch(), Stretch()]
         self._tables_are_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     # -- start -----------------------------------------------------------------------------------
@@ -223,6 +253,8 @@ class DecodeGraphs:
             self.graphs[size] = graph
         torch.cuda.synchronize()
         self.pool_bytes = free_before - torch.cuda.mem_get_info()[0]
+        if self.ranks.parallel.world_size > 1:
+            self.ranks.parallel.graphs += self.graphs.values()
 
     def run(self, size: int) -> None:
         """Compute a step of `size` rows, kernel by kernel: what a graph of that size records."""
@@ -253,9 +285,9 @@ class DecodeGraphs:
             logits_indices=None,
         )
         with forward_context(context):
-            hidden = self.forward(rows.input_ids[:size], rows.rope_positions[:size])
+            hidden = self.model(rows.input_ids[:size], rows.rope_positions[:size])
             logits = rows.logits[:size]
-            self.compute_logits(hidden, logits)
+            self.model.write_logits(hidden, logits)
         token_ids, is_finite = sample(
             logits, rows.temperatures[:size], rows.is_greedy[:size], noise_keys
         )
@@ -267,110 +299,145 @@ class DecodeGraphs:
 
     # -- a step ----------------------------------------------------------------------------------
 
+    def can_compute(self, inputs: PrefillInputs | DecodeInputs) -> TypeGuard[DecodeInputs]:
+        """Is it a decode, and is there a graph that holds so many rows?"""
+        is_decode = isinstance(inputs, DecodeInputs)
+        return is_decode and self.size_for(len(inputs.input_ids)) is not None
+
     def size_for(self, batch_size: int) -> int | None:
         """The smallest graph that holds so many rows; None if there is none."""
         return smallest_that_holds(batch_size, self.sizes)
 
-    def load(self, inputs: DecodeInputs, size: int) -> None:
+    def launch(self, batch: Batch, step: Step, inputs: DecodeInputs) -> GraphStep:
+        """Begin a step of rank 0's, whose rows know how to draw."""
+        self.buffers.load_sampling(batch.seqs)
+        places, is_drawn = list(range(len(batch.seqs))), all(map(is_sampled_in_graph, batch.seqs))
+        launched = self.compute(step, inputs)
+        return GraphStep(self, batch.seqs, places, *launched, is_drawn=is_drawn)
+
+    def compute(self, step: Step, inputs: DecodeInputs) -> tuple[int, Stretch, Tensor]:
+        """Load a batch and replay its graph, with all ranks.
+
+        Returns:
+            The graph's size, the stretch around it, and where its tokens will be.
+        """
+        batch_size = len(inputs.input_ids)
+        size = self.size_for(batch_size)
+        if size is None:
+            raise RuntimeError(f"no graph holds {batch_size} rows")
+        self._load(inputs, size)
+        self.observer.prepare_decode_tensors(inputs)
+        with self.ranks.computing(step):
+            launched = self._replay(size)
+            self.ranks.parallel.await_device()
+        self.observer.cudagraph_replay(batch_size, size, is_ahead=False)
+        return size, *launched
+
+    @torch.inference_mode()
+    def launch_next(self, step: GraphStep, foresight: Foresight) -> GraphStep | None:
+        """Launch the next step behind `step`, if the same graph will do.
+
+        The rows of sequences that end become padding where they are; the others keep their places.
+        """
+        seqs, places, size = step.seqs, step.places, step.size
+        if self.size_for(len(foresight.seqs)) != size:
+            return None
+        for index, block_id in foresight.new_blocks:
+            self.buffers.host_tables[places[index], len(seqs[index].block_table)] = block_id
+        if foresight.new_blocks:
+            self._copy_tables(places[-1] + 1)
+        self.clear([places[index] for index in foresight.ending])
+        places = [places[index] for index in foresight.going_on]
+        return GraphStep(self, foresight.seqs, places, size, *self._replay(size), foresight)
+
+    def tell_ahead(self, batch: Batch, size: int) -> None:
+        """Say of a batch that its step was launched ahead."""
+        inputs, batch_size = prepare_decode(batch, self.block_size), len(batch.seqs)
+        self.observer.prepare_decode_tensors(inputs)
+        self.observer.cudagraph_replay(batch_size, size, is_ahead=True)
+
+    def logits(self, places: list[int]) -> Tensor:
+        """The logits of these rows of the last step, (num_rows, vocab_size)."""
+        rows = torch.tensor(places, device=self.buffers.logits.device)
+        return self.buffers.logits.index_select(0, rows)
+
+    @torch.inference_mode()
+    def clear(self, places: list[int]) -> None:
+        """Make rows padding, from the next step on."""
+        for place in places:
+            self.buffers.positions[place] = -1
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _load(self, inputs: DecodeInputs, size: int) -> None:
         """Copy a batch into the buffers. The rows up to `size` become padding."""
         rows, num_seqs = self.buffers, len(inputs.input_ids)
         num_padding = size - num_seqs
         _copy("q", inputs.input_ids + [0] * num_padding, rows.input_ids)
         _copy("q", inputs.positions + [-1] * num_padding, rows.positions)
         width = len(inputs.block_tables[0])
-        pages = torch.frombuffer(array("i", chain(*inputs.block_tables)), dtype=torch.int32)
-        self._tables_are_copied.synchronize()  # those of a step in vain, which writes by them
-        rows.host_tables[:num_seqs, :width] = pages.view(num_seqs, width)
+        blocks = torch.frombuffer(array("i", chain(*inputs.block_tables)), dtype=torch.int32)
+        self._tables_are_copied.synchronize()  # a step that was launched ahead may still read them
+        rows.host_tables[:num_seqs, :width] = blocks.view(num_seqs, width)
         self._copy_tables(num_seqs)
 
-    def load_sampling(self, seqs: list[Sequence]) -> None:
-        """Copy how the loaded rows, which are those of `seqs`, are sampled."""
-        rows = self.buffers
-        temperatures = [seq.sampling_params.temperature for seq in seqs]
-        # In float32 a tiny one would be 0, and 0 is greedy.
-        _copy("f", [t and max(t, FLOAT32.tiny) for t in temperatures], rows.temperatures)
-        _copy("Q", [seq.seed % 2**64 for seq in seqs], rows.seeds)
-
-    def replay(self, size: int, places: list[int], arrival: torch.cuda.Event) -> Launched:
-        """Launch the step that the buffers hold. Returns at once.
-
-        Args:
-            size: of the graph.
-            places: the batch's rows, in its order.
-            arrival: will be recorded next, behind the step.
-        """
-        self.graphs[size].replay()
+    def _replay(self, size: int) -> tuple[Stretch, Tensor]:
+        """Launch the step that the buffers hold. Returns at once: the stretch, and its tokens."""
+        self._stretches.reverse()
         self._hosts.reverse()
         host_token_ids = self._hosts[0][:size]
-        host_token_ids.copy_(self.buffers.token_ids[:size], non_blocking=True)
-        return Launched(size, places, arrival, host_token_ids)
-
-    def logits(self, launched: Launched) -> Tensor:
-        """The logits of the step that was launched last, (num_seqs, vocab_size)."""
-        rows = torch.tensor(launched.places, device=self.buffers.logits.device)
-        return self.buffers.logits.index_select(0, rows)
-
-    @torch.inference_mode()
-    def run_ahead(
-        self,
-        seqs: list[Sequence],
-        foresight: Foresight,
-        launched: Launched,
-        arrival: torch.cuda.Event,
-    ) -> None:
-        """Launch the next step of a batch behind the one that is under way.
-
-        The rows of sequences that end become padding where they are; the others keep their places.
-
-        Args:
-            seqs: the batch.
-            foresight: what the next step will be.
-            launched: the step of the batch that is under way.
-            arrival: will be recorded next, behind the new step.
-        """
-        rows, places = self.buffers, launched.places
-        for index, page in foresight.new_pages:
-            rows.host_tables[places[index], len(seqs[index].block_table)] = page
-        if foresight.new_pages:
-            self._copy_tables(places[-1] + 1)
-        kept = list(range(len(seqs)))
-        self._clear([places[index] for index in foresight.ending])
-        for index in reversed(foresight.ending):
-            del kept[index]
-        ahead = Ahead(
-            [seqs[index] for index in kept],
-            [seqs[index].num_computed_tokens + 1 for index in kept],
-            {seqs[index]: page for index, page in foresight.new_pages},
-        )
-        places = [places[index] for index in kept]
-        self._ahead = ahead, self.replay(launched.size, places, arrival)
-
-    def forget(self) -> None:
-        """A step of another kind comes in between: what was launched ahead is in vain."""
-        self._ahead = None
-
-    def take_ahead(self, seqs: list[Sequence]) -> Launched | None:
-        """The step of exactly these, if it was launched ahead. Asked once."""
-        if self._ahead is None:
-            return None
-        (ahead, launched), self._ahead = self._ahead, None
-        rows = ahead.rows_of(seqs)
-        if rows is None:
-            return None
-        places = [launched.places[row] for row in rows]
-        if len(places) < len(launched.places):  # who ended unforeseen must not go on
-            self._clear(sorted({*launched.places} - {*places}))
-        return replace(launched, places=places)
-
-    def _clear(self, places: list[int]) -> None:
-        """Make rows padding, from the next step on."""
-        for place in places:
-            self.buffers.positions[place] = -1
+        with self._stretches[0] as stretch:
+            self.graphs[size].replay()
+            host_token_ids.copy_(self.buffers.token_ids[:size], non_blocking=True)
+        return stretch, host_token_ids
 
     def _copy_tables(self, num_seqs: int) -> None:
         rows = self.buffers
         rows.block_tables[:num_seqs].copy_(rows.host_tables[:num_seqs], non_blocking=True)
         self._tables_are_copied.record()
+
+
+def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> DecodeGraphs:
+    """The graphs of a runner's decode steps, not recorded yet."""
+    if runner.fused is None:
+        raise RuntimeError("graphs are recorded of fused steps")
+    config = runner.config
+    buffers = DecodeBuffers(
+        graph_batch_sizes(config.max_num_seqs)[-1],
+        -(-config.max_model_len // config.kvcache_block_size),
+        model_config.vocab_size,
+        runner.dtype,
+        runner.device,
+    )
+    return DecodeGraphs(
+        model=runner.fused,
+        buffers=buffers,
+        block_size=config.kvcache_block_size,
+        max_model_len=config.max_model_len,
+        ranks=runner.ranks,
+        observer=runner.observer,
+        sample=runner.sample,
+    )
+
+
+def why_no_graphs(config: Config, *, is_fused: bool) -> str | None:
+    """Why decode steps are not recorded; None if they are."""
+    if config.enforce_eager:
+        return "enforce_eager"
+    if config.device != "cuda":
+        return "device_has_no_graphs"
+    if not is_fused:
+        return "no_fused_kernels"
+    if config.attention_backend == "sdpa":
+        return "backend_reads_back"  # it looks at lengths on the host
+    return None
+
+
+def is_sampled_in_graph(seq: Sequence) -> bool:
+    """Can a graph draw this sequence's tokens, without anybody seeing the logits?"""
+    params = seq.sampling_params
+    is_cut = params.temperature > 0 and (bool(params.top_k) or params.top_p < 1)
+    return not is_cut and params.logprobs is None
 
 
 def _copy(typecode: str, values: list[int] | list[float], destination: Tensor) -> None:

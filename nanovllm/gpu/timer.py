@@ -1,4 +1,4 @@
-"""GpuTimer: how long a GPU works on a step, without ever waiting for it.
+"""Stretch: how long a GPU works on a step, without ever waiting for it.
 
 A GPU works behind the host's back: the time that a launch takes on the host says nothing of it. So
 a mark is put into the GPU's own queue before the step's kernels and one behind them, and the time
@@ -45,22 +45,6 @@ class Stretch:
         return round(milliseconds * 1e6)
 
 
-class GpuTimer:
-    """Measures steps, of which one may be launched before the one before it has been read.
-
-    Args:
-        device: what does the work; a CPU has no queue, and nothing to measure.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stretches = [Stretch(), Stretch()] if device.type == "cuda" else []
-        self.launched: Stretch | None = None  # what was measured last
-
-    def measuring(self) -> AbstractContextManager[object]:
-        """Measure what is launched within this, if a GPU does it."""
-        return self.next_stretch() if self._stretches else nullcontext()
-
-    def next_stretch(self) -> Stretch:
-        """The stretch to measure next: the one that was not measured last. A GPU's only."""
-        self.launched = self._stretches[self.launched is self._stretches[0]]
-        return self.launched
+def measuring(device: torch.device) -> AbstractContextManager[Stretch | None]:
+    """Measure what is launched within this; nothing on a CPU, which has no queue."""
+    return Stretch() if device.type == "cuda" else nullcontext()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.engine.kv_cache import StepMemory
+from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import SamplingTensors
 
@@ -67,10 +68,10 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
     runner.observer.warmup_model(num_seqs, seq_len, peak_bytes)
 
     graph_pool_bytes = 0
-    if runner.why_eager() is None:
+    if why_no_graphs(config, is_fused=runner.fused is not None) is None:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        graphs = runner.make_decode_graphs(model_config)
+        graphs = make_decode_graphs(runner, model_config)
         graphs.run(graphs.sizes[-1])
         runner.ranks.parallel.await_device()
         torch.cuda.synchronize(device)

@@ -13,23 +13,21 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, cast
 
-import pytest
-
-from nanovllm.engine import llm_engine
+from nanovllm.config import Config
+from nanovllm.engine.core import Launched
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
-from nanovllm.gpu.cuda_graphs import Ahead
+from nanovllm.observer import SILENT, Observer
 from nanovllm.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nanovllm.config import Config
-    from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.batch import Batch
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.observer import Observer
-    from nanovllm.parallel.ranks import Ranks
+    from nanovllm.gpu.foresight import Foresight
+    from nanovllm.utils.tokenizer import Tokenizer
 
 VOCAB_SIZE = 7
 EOS_TOKEN_IDS = (0, 6)
@@ -88,6 +86,48 @@ def next_token(digest: int) -> int:
     return digest % VOCAB_SIZE
 
 
+@dataclass(slots=True, eq=False)
+class FakeStep(Launched):
+    """A step under way: its states, one for each token that is sampled."""
+
+    runner: FakeRunner
+    batch: Batch
+    states: list[int]
+    foresight: Foresight | None = None
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Decodes only, as with graphs."""
+        return self.batch.num_prefills == 0
+
+    def token_ids(self) -> list[int]:
+        """What the model says."""
+        token_ids = [next_token(state) for state in self.states] if self.batch.sampled_seqs else []
+        self.runner.at("sampled", self.batch)
+        return token_ids
+
+    def launch_next(self, foresight: Foresight) -> FakeStep:
+        """See Launched."""
+        return self.runner.launch_next(self, foresight)
+
+    def is_step_of(self, batch: Batch) -> bool:
+        """See Launched."""
+        rows = None if self.foresight is None else self.foresight.rows_of(batch)
+        if rows is None:
+            self.runner.num_in_vain += 1
+            return False
+        runner, batch_size = self.runner, len(batch.seqs)
+        runner.num_ahead += 1
+        runner.at("scheduled", batch)
+        inputs = prepare_decode(batch, runner.block_size)
+        runner.observer.prepare_decode_tensors(inputs)
+        runner.observer.cudagraph_replay(batch_size, batch_size, is_ahead=True)
+        runner.check_decode(batch, inputs)
+        runner.at("ran", batch)
+        self.batch, self.states = batch, [self.states[row] for row in rows]
+        return True
+
+
 class FakeRunner:
     """Stands in for ModelRunner: runs a batch on digests, and looks at every slot it may read.
 
@@ -96,100 +136,64 @@ class FakeRunner:
     computed again: what is in the slots by then must do.
 
     Attributes:
-        ahead: the step that was run ahead, and its states; None if none was.
-        num_ahead: steps that were run ahead and came true.
-        num_in_vain: steps that were run ahead and did not.
+        num_ahead: steps that were launched ahead and came true.
+        num_in_vain: steps that were launched ahead and turned out to be others.
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
     """
 
-    def __init__(
-        self, config: Config, _model_config: ModelConfig, observer: Observer, _ranks: Ranks
-    ) -> None:
+    def __init__(self, config: Config, observer: Observer) -> None:
         assert config.num_kvcache_blocks is not None
         self.block_size = config.kvcache_block_size
         self.num_kvcache_blocks = config.num_kvcache_blocks
         self.observer = observer
         self.cache: dict[int, int] = {}  # slot -> digest
-        self.ahead: tuple[Ahead, list[int]] | None = None
         self.num_ahead = self.num_in_vain = 0
-        self.states: list[int] = []  # of the step under way, one for each token that is sampled
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
     @property
-    def can_run_ahead(self) -> bool:
+    def runs_ahead(self) -> bool:
         """Always ready, as a GPU with a graph for every batch."""
         return True
 
-    def launch(self, batch: Batch, _engine_step: int) -> None:
+    def launch(self, batch: Batch, _engine_step: int) -> FakeStep:
         """What ModelRunner.launch does, with the same words to the observer."""
         self.at("scheduled", batch)
         assert batch, "an empty batch"
+        self._check_contexts(batch.seqs)  # before this step writes anything
         inputs: PrefillInputs | DecodeInputs
         if batch.phase == "decode":
-            ahead_states = self._states_that_came_true(batch.seqs)
             inputs = prepare_decode(batch, self.block_size)
             self.observer.prepare_decode_tensors(inputs)
-            if ahead_states is None:
-                self._check_contexts(batch.seqs)  # before this step writes anything
-                states = self._decode(inputs)
-                self.observer.run_eager("device_has_no_graphs", len(batch.seqs))
-            else:  # computed already: not again, as on a GPU
-                states = ahead_states
-                self.observer.cudagraph_replay(len(batch.seqs), len(batch.seqs), is_ahead=True)
-            contexts = zip(batch.seqs, inputs.block_tables, inputs.context_lens, strict=True)
-            for context in contexts:
-                self._check_context(*context)
+            states = self._decode(inputs)
+            self.observer.run_eager("device_has_no_graphs", len(batch.seqs))
+            self.check_decode(batch, inputs)
         else:
-            self._forget()
-            self._check_contexts(batch.seqs)
             inputs = prepare_prefill(batch, self.block_size)
             self.observer.prepare_prefill_tensors(inputs)
             states = self._prefill(inputs, batch.seqs)
             self.observer.run_eager(batch.phase, len(inputs.input_ids))
         self.at("ran", batch)
-        self.states = states
+        return FakeStep(self, batch, states)
 
-    def token_ids(self, batch: Batch) -> list[int]:
-        """What ModelRunner.token_ids does."""
-        return [next_token(state) for state in self.states] if batch.sampled_seqs else []
-
-    def tell_tokens(self, batch: Batch, token_ids: list[int]) -> None:
-        """What ModelRunner.tell_tokens does."""
-        if batch.sampled_seqs:
-            self.observer.sample_tokens(batch.sampled_seqs, token_ids)
-            self.at("sampled", batch)
-
-    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
-        """What ModelRunner.run_ahead does, and what a GPU does then."""
-        kept = [i for i in range(len(batch.seqs)) if i not in foresight.ending]
-        new_pages = dict(foresight.new_pages)
+    def launch_next(self, step: FakeStep, foresight: Foresight) -> FakeStep:
+        """What a GPU does with a step that is launched ahead: it computes it at once."""
+        new_blocks = dict(foresight.new_blocks)
         states = []
-        for index in kept:
-            seq, position = batch.seqs[index], batch.seqs[index].num_computed_tokens + 1
-            table = [*seq.block_table, *([new_pages[index]] if index in new_pages else [])]
+        for index, seq, position in zip(
+            foresight.going_on, foresight.seqs, foresight.positions, strict=True
+        ):
+            table = [*seq.block_table, *([new_blocks[index]] if index in new_blocks else [])]
             digest = digests(seq.token_ids)[-1]  # of what is computed: the new token is not there
             states.append(hash((digest, next_token(digest))))
             slot = table[position // self.block_size] * self.block_size
             self.cache[slot + position % self.block_size] = states[-1]
-        seqs = [batch.seqs[index] for index in kept]
-        positions = [seq.num_computed_tokens + 1 for seq in seqs]
-        pages = {batch.seqs[index]: page for index, page in foresight.new_pages}
-        self.ahead = Ahead(seqs, positions, pages), states
+        return FakeStep(self, step.batch, states, foresight)
 
-    def _states_that_came_true(self, seqs: list[Sequence]) -> list[int] | None:
-        if self.ahead is None:
-            return None
-        (ahead, states), self.ahead = self.ahead, None
-        rows = ahead.rows_of(seqs)
-        if rows is None:
-            self.num_in_vain += 1
-            return None
-        self.num_ahead += 1
-        return [states[row] for row in rows]
-
-    def _forget(self) -> None:
-        self.num_in_vain += self.ahead is not None
-        self.ahead = None
+    def check_decode(self, batch: Batch, inputs: DecodeInputs) -> None:
+        """After a decode: does every sequence find its own digests through its table?"""
+        contexts = zip(batch.seqs, inputs.block_tables, inputs.context_lens, strict=True)
+        for context in contexts:
+            self._check_context(*context)
 
     def _prefill(self, inputs: PrefillInputs, seqs: list[Sequence]) -> list[int]:
         states = [0] * len(inputs.input_ids)
@@ -250,9 +254,6 @@ class FakeTokenizer:
 
     exists = True
 
-    def __init__(self, _folder: str) -> None:
-        pass
-
     def check_detokenizable(self, _need: str) -> None:
         """Each token is a letter."""
 
@@ -277,13 +278,24 @@ def make_engine(
     settings: Settings, observer: Observer | None = None, runner: type[FakeRunner] | None = None
 ) -> LLMEngine:
     """Build the real engine around the fake model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_engine, "ModelRunner", runner or FakeRunner)
-        patch.setattr(llm_engine, "Tokenizer", FakeTokenizer)
-        patch.setattr(ModelConfig, "from_folder", lambda _folder: FAKE_MODEL)
-        return LLMEngine("fake", observer, **asdict(settings))
+    observer = SILENT if observer is None else observer
+    config = Config.create("fake", {**asdict(settings), "device": "cpu"})
+    config.resolve(FAKE_MODEL)
+    observer.engine_init(config, FAKE_MODEL)
+    engine = LLMEngine(
+        config=config,
+        model_config=FAKE_MODEL,
+        runner=(runner or FakeRunner)(config, observer),
+        num_kvcache_blocks=settings.num_kvcache_blocks,
+        eos_token_ids=EOS_TOKEN_IDS,
+        tokenizer=cast("Tokenizer", FakeTokenizer()),
+        observer=observer,
+    )
+    sources = ["config.json"] * len(EOS_TOKEN_IDS)
+    observer.engine_ready(settings.num_kvcache_blocks, EOS_TOKEN_IDS, sources)
+    return engine
 
 
 def runner_of(engine: LLMEngine) -> FakeRunner:
     """The fake model of an engine from `make_engine`."""
-    return cast("FakeRunner", engine.model_runner)
+    return cast("FakeRunner", engine.core.runner)

@@ -26,7 +26,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 from nvtrace.recorder import record
 from support import fake_runner
-from support.fake_runner import FakeRunner, Settings, digests, make_engine, next_token
+from support.fake_runner import FakeRunner, FakeStep, Settings, digests, make_engine
 from support.workload import Request, Workload
 
 if TYPE_CHECKING:
@@ -87,8 +87,14 @@ class BlindRunner(FakeRunner):
     (The fake model looks at every slot that it reads, and would stop the engine at once.)
     """
 
+    @property
     @override
-    def launch(self, batch: Batch, _engine_step: int) -> None:
+    def runs_ahead(self) -> bool:
+        """It has no GPU to keep busy."""
+        return False
+
+    @override
+    def launch(self, batch: Batch, _engine_step: int) -> FakeStep:
         inputs: PrefillInputs | DecodeInputs
         if batch.phase == "decode":
             inputs = model_inputs.prepare_decode(batch, self.block_size)
@@ -98,16 +104,7 @@ class BlindRunner(FakeRunner):
             self.observer.prepare_prefill_tensors(inputs)
         reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
         self.observer.run_eager(reason, len(inputs.input_ids))
-
-    @override
-    def token_ids(self, batch: Batch) -> list[int]:
-        return [next_token(digests(seq.token_ids)[-1]) for seq in batch.sampled_seqs]
-
-    @property
-    @override
-    def can_run_ahead(self) -> bool:
-        """It has no GPU to keep busy."""
-        return False
+        return FakeStep(self, batch, [digests(seq.token_ids)[-1] for seq in batch.sampled_seqs])
 
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """The fake model behind the real graphs: all of their code but the kernels, on CPU tensors.
 
-Stands in for ModelRunner as `FakeRunner` does, but decodes go through the real `GraphDecoder` and
-`DecodeGraphs`, with their buffers, rows, tables and guesses. What a replay computes, it computes as
-a GPU would: from what is in the buffers, row by row, whoever the rows belong to by now.
+Stands in for ModelRunner as `FakeRunner` does, but decodes go through the real `DecodeGraphs`, with
+their buffers, rows, tables and guesses. What a replay computes, it computes as a GPU would: from
+what is in the buffers, row by row, whoever the rows belong to by now.
 
 Knows what a recorded decode step reads and writes. Does not know how it is recorded.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,18 +18,15 @@ import torch
 
 from nanovllm.engine.model_inputs import Step, prepare_decode
 from nanovllm.gpu.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
-from nanovllm.gpu.graph_decoder import GraphDecoder
 from support.fake_runner import FAKE_MODEL, START, FakeRunner, make_engine, next_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nanovllm.config import Config
-    from nanovllm.engine.batch import Batch, Foresight
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.core import Launched
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.observer import Observer
     from nanovllm.parallel.ranks import Ranks
-    from nanovllm.utils.model_config import ModelConfig
     from support.fake_runner import Settings
 
 _NOTHING = -1  # what a slot holds that nobody has written
@@ -38,20 +35,18 @@ _NOTHING = -1  # what a slot holds that nobody has written
 class _Mark:
     """In place of a CUDA event: everything is over at once."""
 
+    def __init__(self, **_options: bool) -> None:
+        pass
+
     def record(self) -> None:
         """Nothing is waited for."""
 
+    def query(self) -> bool:
+        """It was passed; but nothing is measured."""
+        return False
+
     def synchronize(self) -> None:
         """Nothing is waited for."""
-
-
-class _Timer:
-    """In place of GpuTimer."""
-
-    @contextmanager
-    def next_stretch(self) -> Iterator[SimpleNamespace]:
-        """Measure nothing."""
-        yield SimpleNamespace(last=_Mark())
 
 
 class _Alone:
@@ -80,6 +75,21 @@ class _Graph:
         self.runner.compute_rows(self.size)
 
 
+class _Graphs(DecodeGraphs):
+    """The real ones, whose steps that were launched ahead are looked at too."""
+
+    runner: GraphRunner
+
+    def tell_ahead(self, batch: Batch, size: int) -> None:
+        """See DecodeGraphs."""
+        runner = self.runner
+        runner.num_ahead += 1
+        runner.at("scheduled", batch)
+        super().tell_ahead(batch, size)
+        runner.check_decode(batch, prepare_decode(batch, self.block_size))
+        runner.at("ran", batch)
+
+
 class GraphRunner(FakeRunner):
     """Runs decodes as a GPU with graphs would.
 
@@ -87,10 +97,8 @@ class GraphRunner(FakeRunner):
         row_states: the digest that each row came to in the last replay.
     """
 
-    def __init__(
-        self, config: Config, model_config: ModelConfig, observer: Observer, ranks: Ranks
-    ) -> None:
-        super().__init__(config, model_config, observer, ranks)
+    def __init__(self, config: Config, observer: Observer) -> None:
+        super().__init__(config, observer)
         num_rows = graph_batch_sizes(config.max_num_seqs)[-1]
         self.width = -(-config.max_model_len // self.block_size)
         with pytest.MonkeyPatch.context() as patch:
@@ -99,16 +107,19 @@ class GraphRunner(FakeRunner):
                 num_rows, self.width, FAKE_MODEL.vocab_size, torch.float32, torch.device("cpu")
             )
             unused: Any = None
-            self.graphs = DecodeGraphs(
-                unused, unused, self.buffers, self.block_size, config.max_model_len
+            self.graphs = _Graphs(
+                model=unused,
+                buffers=self.buffers,
+                block_size=self.block_size,
+                max_model_len=config.max_model_len,
+                ranks=cast("Ranks", _Alone()),
+                observer=observer,
+                sample=unused,
             )
+        self.graphs.runner = self
         graphs: Any = {size: _Graph(self, size) for size in self.graphs.sizes}
         self.graphs.graphs = graphs
-        self.decoder = GraphDecoder(
-            self.graphs, cast("Ranks", _Alone()), cast("Any", _Timer()), observer
-        )
         self.row_states = [0] * num_rows
-        self.is_by_graph = False
         self.num_replays = 0
 
     def compute_rows(self, size: int) -> None:
@@ -134,43 +145,17 @@ class GraphRunner(FakeRunner):
             rows.input_ids[row] = rows.token_ids[row] = token_id
         self.cache.update(states)
 
-    @property
-    def can_run_ahead(self) -> bool:
+    def launch(self, batch: Batch, engine_step: int) -> Launched:  # type: ignore[override]  # by graph
         """See ModelRunner."""
-        return self.is_by_graph and self.decoder.can_run_ahead
-
-    def launch(self, batch: Batch, engine_step: int) -> None:
-        """See ModelRunner."""
-        self.is_by_graph = False
         if batch.phase == "decode":
             inputs = prepare_decode(batch, self.block_size)
-            if self.decoder.can_compute(inputs):
+            if self.graphs.can_compute(inputs):
                 self.at("scheduled", batch)
-                was_guessed = self.graphs._ahead is not None
-                num_replays = self.num_replays
-                self.decoder.launch(batch, Step(engine_step, "decode", inputs), inputs)
-                self.is_by_graph = True
-                self.num_ahead += self.num_replays == num_replays
-                self.num_in_vain += was_guessed and self.num_replays > num_replays
-                places = self.decoder._under_way().places
-                self.states = [self.row_states[place] for place in places]
-                contexts = zip(batch.seqs, inputs.block_tables, inputs.context_lens, strict=True)
-                for context in contexts:
-                    self._check_context(*context)
+                step = self.graphs.launch(batch, Step(engine_step, "decode", inputs), inputs)
+                self.check_decode(batch, inputs)
                 self.at("ran", batch)
-                return
-        self.num_in_vain += self.graphs._ahead is not None
-        self.decoder.forget()
-        super().launch(batch, engine_step)
-
-    def token_ids(self, batch: Batch) -> list[int]:
-        """See ModelRunner."""
-        drawn = self.decoder.token_ids() if self.is_by_graph else []
-        return drawn or super().token_ids(batch)
-
-    def run_ahead(self, batch: Batch, foresight: Foresight) -> None:
-        """See ModelRunner."""
-        self.decoder.run_ahead(batch, foresight)
+                return step
+        return super().launch(batch, engine_step)
 
 
 def make_graph_engine(settings: Settings, observer: Observer | None = None) -> LLMEngine:

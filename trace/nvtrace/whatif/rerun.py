@@ -4,7 +4,8 @@
                    ^                                      | how long? StepTimes
                    +------- the recorded tokens ----------+
 
-Knows the order of a step, as `LLMEngine.step` does, and what to do where the recording ends:
+The loop is the engine's own (`EngineCore`), and this its runner. What to do where the recording
+ends:
 
 - A request ends as it did: its last recorded token is what ended it.
 - One that was aborted leaves before the step that it left before, or at its (simulated) time; and
@@ -25,7 +26,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from typing_extensions import override
+
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore, Launched
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
@@ -114,7 +118,20 @@ def rerun(
     return outcome
 
 
+class _Recorded(Launched):
+    """A step whose tokens are known: they were recorded."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+
+    @override
+    def token_ids(self) -> list[int]:
+        return self._token_ids
+
+
 class _Rerun:
+    """The loop's runner, and what happens between its steps."""
+
     def __init__(
         self,
         recording: Recording,
@@ -149,8 +166,8 @@ class _Rerun:
         )
         self.commands = deque(recording.commands)
         self.first_ts_ns = self.commands[0].ts_ns if self.commands else 0
+        self.core = EngineCore(self.scheduler, self, self._stopped, self.observer)
         self.living: dict[int, Sequence] = {}
-        self.step = 0
         self.pause_ns = 0  # when the pause between two steps began
         self.step_due = 0  # commands before this step are due: nobody is left who would get there
         self.measure = Measure()
@@ -215,7 +232,7 @@ class _Rerun:
     def _is_due(self, command: Command) -> bool:
         if self.is_by_time:
             return command.ts_ns - self.first_ts_ns <= self.clock.now_ns
-        return command.before_step <= max(self.step + 1, self.step_due)
+        return command.before_step <= max(self.core.engine_step + 1, self.step_due)
 
     def _do(self, command: Command) -> None:
         match command.event:
@@ -278,24 +295,19 @@ class _Rerun:
     # -- a step ----------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """What `LLMEngine.step` does, with the recording for a model."""
-        self.step += 1
         self._pass_until(self.times.between_ns)
-        self.observer.step_start(self.step)
-        batch = self.scheduler.schedule()
-        self._run(batch)
-        token_ids = [self._next_token(seq) for seq in batch.sampled_seqs]
-        if token_ids:
-            self.observer.sample_tokens(batch.sampled_seqs, token_ids)
-        stopped = {seq for seq in batch.sampled_seqs if self._reaches_stop_string(seq)}
-        finished = self.scheduler.postprocess(batch, token_ids, stopped)
-        self.observer.step_end(batch, finished, self.scheduler)
+        finished = self.core.step()
         self.pause_ns = self.clock.now_ns
         for seq in finished:
             self._output(seq)
 
-    def _run(self, batch: Batch) -> None:
-        """Tell what a runner tells, and let the step's time pass."""
+    @property
+    def runs_ahead(self) -> bool:
+        """See Runner."""
+        return False
+
+    def launch(self, batch: Batch, _engine_step: int) -> Launched:
+        """See Runner. Tell what a runner tells, and let the step's time pass."""
         block_size = self.settings.kvcache_block_size
         if batch.phase == "decode":
             self.observer.prepare_decode_tensors(prepare_decode(batch, block_size))
@@ -304,6 +316,10 @@ class _Rerun:
         self._pass_time(_shape_of(batch))
         reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
         self.observer.run_eager(reason, sum(batch.num_scheduled_tokens))
+        return _Recorded([self._next_token(seq) for seq in batch.sampled_seqs])
+
+    def _stopped(self, seqs: list[Sequence], _token_ids: list[int]) -> list[Sequence]:
+        return [seq for seq in seqs if self._reaches_stop_string(seq)]
 
     def _pass_time(self, shape: StepShape) -> None:
         duration = self.times.predict(shape)

@@ -1,0 +1,144 @@
+"""EngineCore: the loop of every engine. schedule -> run -> postprocess, again and again.
+
+    scheduler.schedule()      -> Batch      who computes how many tokens in this step
+    runner.launch(batch)      -> Launched   the device begins; token_ids() waits for it
+    scheduler.postprocess()   -> the sequences that ended
+
+A runner is whatever computes a batch: the model (`model_runner.py`), the tokens of a recorded run
+(nvtrace's what-if), a fake model in the tests. Imports no torch. Does not know text: which requests
+have reached a stop string it asks `find_stopped`. vLLM's counterpart is `vllm/v1/engine/core.py`.
+
+There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU that
+can begin the next step behind this one, before the host has seen this one's tokens:
+
+    GPU     |    step n    |   step n + 1   |
+    host     launches n + 1, waits for n, postprocesses n, schedules n + 1, launches n + 2 ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from nanovllm.gpu.foresight import foresee
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    from nanovllm.engine.batch import Batch
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence
+    from nanovllm.gpu.foresight import Foresight
+    from nanovllm.observer import Observer
+
+
+class Launched:
+    """A step that a device was given, and all that belongs to it. The defaults are a CPU's."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Can the next step be launched behind this one, before its tokens are there?"""
+        return False
+
+    def token_ids(self) -> list[int]:
+        """Wait for the step. Returns one token for each of the batch's `sampled_seqs`."""
+        raise NotImplementedError
+
+    def gpu_ns(self) -> int | None:
+        """How long the GPU was busy with it, once its tokens are there; None without a GPU."""
+        return None
+
+    def launch_next(self, foresight: Foresight) -> Launched | None:
+        """Launch the next step behind this one; None if that is not possible."""
+        raise NotImplementedError
+
+    def is_step_of(self, batch: Batch) -> bool:
+        """Of a step that was launched ahead: is it exactly what was scheduled now?"""
+        raise NotImplementedError
+
+
+class Runner(Protocol):
+    """What the loop asks of whatever computes a batch."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Can steps be launched before the tokens of the last one are there?"""
+        ...
+
+    def launch(self, batch: Batch, engine_step: int) -> Launched:
+        """Begin to compute a batch. A GPU goes on alone."""
+        ...
+
+
+class EngineCore:
+    """A scheduler and a runner, turned step by step.
+
+    Args:
+        scheduler: chooses each step's work.
+        runner: computes it.
+        find_stopped: given the sampled sequences and their tokens, those whose text has reached a
+            stop string.
+
+    Attributes:
+        engine_step: how many steps were begun.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        find_stopped: Callable[[list[Sequence], list[int]], Container[Sequence]],
+        observer: Observer,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.find_stopped = find_stopped
+        self.observer = observer
+        self.engine_step = 0
+        self._ahead: Launched | None = None  # the step after the one under way, if it was launched
+
+    def step(self) -> list[Sequence]:
+        """Advance every scheduled sequence once. Returns those that ended in this step."""
+        batch = self._schedule()
+        launched = self.runner.launch(batch, self.engine_step)
+        token_ids = launched.token_ids()
+        return self._postprocess(batch, launched, token_ids)
+
+    def step_ahead(self) -> list[Sequence]:
+        """As `step`; and the next step is launched behind this one, as soon as it is known."""
+        batch = self._schedule()
+        launched = self._take_ahead(batch) or self.runner.launch(batch, self.engine_step)
+        self._launch_next(batch, launched)
+        token_ids = launched.token_ids()
+        if self._ahead is None:  # perhaps the tokens tell more
+            self._launch_next(batch, launched, token_ids)
+        return self._postprocess(batch, launched, token_ids)
+
+    def _schedule(self) -> Batch:
+        self.engine_step += 1
+        self.observer.step_start(self.engine_step)
+        return self.scheduler.schedule()
+
+    def _postprocess(
+        self, batch: Batch, launched: Launched, token_ids: list[int]
+    ) -> list[Sequence]:
+        gpu_ns = launched.gpu_ns()
+        if gpu_ns is not None:
+            self.observer.gpu_time(gpu_ns)
+        if token_ids:  # an unfinished chunk of a prompt has none
+            self.observer.sample_tokens(batch.sampled_seqs, token_ids)
+        stopped = self.find_stopped(batch.sampled_seqs, token_ids)
+        finished = self.scheduler.postprocess(batch, token_ids, stopped)
+        self.observer.step_end(batch, finished, self.scheduler)
+        return finished
+
+    def _take_ahead(self, batch: Batch) -> Launched | None:
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead is not None and ahead.is_step_of(batch) else None
+
+    def _launch_next(
+        self, batch: Batch, launched: Launched, token_ids: list[int] | None = None
+    ) -> None:
+        if launched.can_be_followed:
+            foresight = foresee(self.scheduler, batch, token_ids)
+            if foresight is not None:
+                self._ahead = launched.launch_next(foresight)

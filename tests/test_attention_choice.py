@@ -15,8 +15,8 @@ from nanovllm.gpu.attention_choice import (
     can_fuse,
     choose_attention,
     flash_attn_version,
+    make_attention_backend,
 )
-from nanovllm.layers.attention import make_attention_backend
 from nanovllm.parallel.ranks import rank_device
 from nanovllm.utils.devices import resolve_device, resolve_dtype
 

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm.assets import TINY_QWEN3
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import TokenizerError
+from nanovllm.utils.detokenizer import Detokenizer
 from nanovllm.utils.tokenizer import Tokenizer
 from support.oracle import save_tokenizer
 

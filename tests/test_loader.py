@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import NanoVLLMError, WeightsError
-from nanovllm.layers.attention import make_attention_backend
+from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import LoadedWeights, find_destinations, load_model
 from nanovllm.utils.model_config import ModelConfig

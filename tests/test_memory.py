@@ -12,8 +12,8 @@ import pytest
 from nanovllm import Observer
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.detokenizer import Detokenizer
 from nvtrace.recorder import Recorder, record
 from support.fake_runner import InjectedError, Settings, make_engine, runner_of
 from support.memory import allocated_bytes, living_objects, serve

@@ -23,7 +23,7 @@ from nanovllm import LLM, Observer, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.errors import WeightsError, WorkerError
-from nanovllm.layers.attention import make_attention_backend
+from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel.interrupts import interrupts_deferred

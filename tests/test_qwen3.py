@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3ForCausalLM as ReferenceQwen3
 
+from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.layers import attention_sdpa
-from nanovllm.layers.attention import make_attention_backend
 from nanovllm.layers.context import Context, forward_context, get_context
 from support.models import (
     PagedDriver,

@@ -30,10 +30,11 @@ import torch
 from nanovllm.engine.core import Launched
 from nanovllm.engine.kv_cache import allocate_kv_cache, cpu_memory, estimate_budget, gpu_memory
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
+from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
 from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import measure_step_memory
-from nanovllm.layers.attention import Attention, make_attention_backend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors

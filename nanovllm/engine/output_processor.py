@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.utils.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,6 +13,7 @@ the one that was sampled last.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -30,70 +31,52 @@ class SequenceStatus(StrEnum):
     FINISHED = "FINISHED"
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request's state.
 
     Attributes:
         seq_id: its number, counted by the engine it belongs to.
         token_ids: prompt and completion, one list.
-        num_prompt_tokens: how many of them are the prompt.
-        num_computed_tokens: how many leading tokens have their K and V in the pages.
+        sampling_params: what the request asked for.
+        seed: what its random draws depend on, beside the position.
+        num_prompt_tokens: how many of `token_ids` are the prompt.
+        max_num_tokens: at this length it ends, set by the scheduler when it is queued.
+        end_token_ids: with one of these it ends before, likewise.
+        logprobs: for each generated token, token id -> log-probability; None if nobody asked.
+        status, finish_reason: where it is in its life; why it ended, None before.
+        num_computed_tokens: how many leading tokens have their K and V in the blocks.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
             admitted; 0 while it waits.
         num_prefill_tokens: its length when it was last admitted: so many tokens must be computed
             before the next one can be sampled.
-        block_table: page numbers; token i lives in page block_table[i // block_size].
+        block_table: block numbers; token i lies in block block_table[i // block_size].
         block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
             preemption, since tokens never change).
-        finish_reason: why it ended; None before.
-        logprobs: for each generated token, token id -> log-probability; None if nobody asked.
-        max_num_tokens: at this length it ends, set by the scheduler when it is queued.
-        end_token_ids: with one of these it ends before, likewise.
-        seed: what its random draws depend on, beside the position.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "block_table",
-        "end_token_ids",
-        "finish_reason",
-        "logprobs",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_prefill_tokens",
-        "num_prompt_tokens",
-        "sampling_params",
-        "seed",
-        "seq_id",
-        "status",
-        "token_ids",
-    )
+    seq_id: int
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int = 0
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    end_token_ids: frozenset[int] = frozenset()
+    logprobs: list[dict[int, float]] | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        seed: int = 0,
-    ) -> None:
-        self.seq_id = seq_id
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_prefill_tokens = 0
-        self.sampling_params = sampling_params
-        self.seed = seed
-        self.logprobs: list[dict[int, float]] | None = (
-            None if sampling_params.logprobs is None else []
-        )
-        self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
-        self.end_token_ids: frozenset[int] = frozenset()
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)  # it grows, and the caller's must not
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling_params.max_tokens
+        if self.sampling_params.logprobs is not None:
+            self.logprobs = []
 
     def __repr__(self) -> str:
         return (

@@ -1,12 +1,12 @@
-"""Which attention backend runs, and why that one.
+"""Which attention backend runs, and why that one; and the backend itself.
 
     hybrid        flash-attn for prefills, this project's kernels for decodes, faster there
     flash_attn    the flash-attn package for both
     triton        this project's own kernels (layers/kernels) for both: any GPU that Triton knows
     sdpa          torch's attention over gathered pages: anywhere, and the oracle of the others
 
-Knows what each of them needs, as one table of questions. Does not import them: what is installed
-is asked of the machine by `attention_facts`, once, and the rest is a pure function.
+Knows what each of them needs, as one table of questions. What is installed is asked of the machine
+by `attention_facts`, once; the choice is a pure function.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from nanovllm.errors import AttentionBackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nanovllm.layers.attention import AttentionBackend
 
 ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
@@ -103,6 +105,28 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
         if reason == "first_choice":
             reason = obstacle
     raise AssertionError("sdpa has no needs")
+
+
+def make_attention_backend(name: str) -> AttentionBackend:
+    """Return the backend of that name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    # Imported here: Triton and flash-attn are on a GPU user's machine only.
+    if name == "sdpa":
+        from nanovllm.layers.attention_sdpa import SdpaBackend  # noqa: PLC0415 - imports torch
+
+        return SdpaBackend()
+    if name == "triton":
+        from nanovllm.gpu.attention_triton import TritonBackend  # noqa: PLC0415
+
+        return TritonBackend()
+    if name not in {"flash_attn", "hybrid"}:
+        raise ValueError(f"there is no attention backend {name!r}")
+    from nanovllm.gpu.attention_flash import FlashAttentionBackend, HybridBackend  # noqa: PLC0415
+
+    return HybridBackend() if name == "hybrid" else FlashAttentionBackend()
 
 
 def can_fuse(facts: AttentionFacts) -> bool:

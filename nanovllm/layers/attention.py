@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from nanovllm.layers.attention_sdpa import SdpaBackend
 from nanovllm.layers.context import get_context
 
 if TYPE_CHECKING:
@@ -78,26 +77,6 @@ class AttentionBackend(Protocol):
             (num_seqs, num_heads, head_dim), as `q` is.
         """
         ...
-
-
-def make_attention_backend(name: str) -> AttentionBackend:
-    """Return the backend of that name; `attention_choice` says which one runs here.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    # Imported here: the packages of the others are on a GPU user's machine only.
-    if name == "sdpa":
-        return SdpaBackend()
-    if name == "triton":
-        from nanovllm.gpu.attention_triton import TritonBackend  # noqa: PLC0415
-
-        return TritonBackend()
-    if name not in {"flash_attn", "hybrid"}:
-        raise ValueError(f"there is no attention backend {name!r}")
-    from nanovllm.gpu.attention_flash import FlashAttentionBackend, HybridBackend  # noqa: PLC0415
-
-    return HybridBackend() if name == "hybrid" else FlashAttentionBackend()
 
 
 class Attention(nn.Module):

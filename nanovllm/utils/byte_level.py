@@ -6,7 +6,7 @@ every byte is written as a printable character: the printable ones of Latin-1 as
 others as the characters from U+0100 on. This module reads that writing back.
 
 Knows one tokenizer's vocabulary. Does not know what the bytes of several tokens amount to
-(`engine/detokenizer.py`).
+(`utils/detokenizer.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import torch
 from transformers import Qwen3Config
 from transformers import Qwen3ForCausalLM as ReferenceQwen3
 
-from nanovllm.layers.attention import Attention, make_attention_backend
+from nanovllm.gpu.attention_choice import make_attention_backend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import load_model

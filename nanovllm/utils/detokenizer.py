@@ -2,7 +2,7 @@
 
 Knows bytes, characters and what the request wants to stop at. Does not know tokenizers (it is told
 each token's bytes) or how a request ends (`scheduler.py`). vLLM's counterpart is
-`vllm/v1/engine/detokenizer.py`.
+`vllm/v1/utils/detokenizer.py`.
 
     tokens  e4 | b8 ad e6 | 96 87 | 21 | 3c 2f
     text       .  中      .  文   . !  . (held: "</" may become the stop string "</s>")

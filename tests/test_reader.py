@@ -231,7 +231,7 @@ def test_warnings_can_be_left_unheard() -> None:
         b'{"event":3}\n',
         b'{"event":"STEP_END"}\n',
         changed(EVENT, event_id="one"),
-        changed(EVENT, phase="somewhere"),
+        changed(EVENT, phase=7),
         b'{"event":"ENGINE_ERROR\xff\xfe"}\n',
         b'{"event":"NEWER","text":"\xff\xfe"}\n',
         b"\x00\x00\x00\n",

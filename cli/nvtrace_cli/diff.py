@@ -63,6 +63,11 @@ def diff(
 
 
 def _records(file: str) -> Iterator[Record]:
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
-    return read_trace(file, warn=lambda message: say(f"warning: {message}"))
+    return saying_whose(read_trace(file, warn=_warn), file, _warn)
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

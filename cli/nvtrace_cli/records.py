@@ -23,7 +23,7 @@ _MOST_CODES = 10  # told of, each by itself
 def records_of(
     file: str, warn: Callable[[str], None], watch: Callable[[int], None]
 ) -> Iterator[Record]:
-    """What `nvtrace.reader.read_trace` yields.
+    """What `nvtrace.reader.read_trace` yields; at its end it is said if it decides nothing.
 
     Args:
         file: path of the trace, "-" for stdin.
@@ -31,6 +31,14 @@ def records_of(
         watch: takes the number of bytes read so far; of a compressed file, or stdin, it hears
             nothing.
     """
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+
+    yield from saying_whose(_records_of(file, warn, watch), file, warn)
+
+
+def _records_of(
+    file: str, warn: Callable[[str], None], watch: Callable[[int], None]
+) -> Iterator[Record]:
     from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
 
     path = Path(file)

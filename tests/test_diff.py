@@ -72,7 +72,7 @@ def test_the_first_decision_that_differs_is_told_with_both_states() -> None:
     reason = difference.reason
     assert reason is not None
     assert (reason.a.event, reason.a.facts["reason"]) == ("ADMISSION_STOP", "token_budget")
-    assert reason.b.event is None
+    assert (reason.b.event, reason.b.facts["reason"]) == ("STATE_TRANSITION", "admitted")
     assert (decision.b.event, decision.b.facts["block_ids"]) == ("BLOCKS_ALLOCATE", [[3, 4, 5]])
     assert decision.a.state == ShortState((1,), (0,), num_free_blocks=5, num_cached_blocks=0)
     assert decision.b.state == ShortState((1,), (0,), num_free_blocks=2, num_cached_blocks=0)
@@ -250,9 +250,9 @@ def test_json_tells_each_difference_and_a_summary(
     outcome = call(capsys, "diff", *pair, "--json")
     objects = [json.loads(line) for line in outcome.out.splitlines()]
     kinds = [each["kind"] for each in objects]
-    assert kinds == ["setting", "decision", *["latency"] * 4, "summary"]
+    assert kinds == ["setting", "reason", "decision", *["latency"] * 4, "summary"]
     assert objects[0] == {"kind": "setting", "name": "num_kvcache_blocks", "a": 20, "b": 100}
-    assert objects[1]["a"]["state"]["num_free_blocks"] < objects[1]["b"]["state"]["num_free_blocks"]
+    assert objects[2]["a"]["state"]["num_free_blocks"] < objects[2]["b"]["state"]["num_free_blocks"]
     assert objects[-1]["is_same"] is False
     assert objects[-1]["e2e_ratio"] < 1
 

@@ -19,7 +19,7 @@ Both traces are read side by side, once; of each, the requests are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, takewhile, zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -231,18 +231,22 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     reason: Decision | None = None
     number = last_step = 0
     nothing: tuple[None, list[ev.Event]] = (None, [])
-    pairs = zip_longest(left.decisions(), right.decisions(), fillvalue=nothing)
-    for (mine, my_reasons), (theirs, their_reasons) in pairs:
-        for why, their_why in () if reason else zip_longest(my_reasons, their_reasons):
-            name = _first_difference(why, their_why, ("seq_id", "reason", "need"))
-            if name is not None:
-                sides = left.side(why, name), right.side(their_why, name)
-                reason = Decision(number, last_step, name, *sides)
-                break
-        name = _first_difference(mine, theirs)
+    streams = left.decisions(), right.decisions()
+    for (mine, my_reasons), (theirs, their_reasons) in zip_longest(*streams, fillvalue=nothing):
+        name, whys = _first_difference(mine, theirs), (my_reasons, their_reasons)
         if name is not None:
             sides = left.side(mine, name), right.side(theirs, name)
             decision = Decision(number, last_step, name, *sides)
+            # What made it so may be said later in the step.
+            later = _reasons_of_step(mine, streams[0]), _reasons_of_step(theirs, streams[1])
+            whys = [*my_reasons, *later[0]], [*their_reasons, *later[1]]
+        for why, their_why in () if reason else zip_longest(*whys):
+            what = _first_difference(why, their_why, ("seq_id", "reason", "need"))
+            if what is not None:
+                sides = left.side(why, what), right.side(their_why, what)
+                reason = Decision(number, last_step, what, *sides)
+                break
+        if decision is not None:
             break
         number += 1
         last_step = (mine.step if mine else None) or last_step
@@ -393,6 +397,15 @@ def _first_difference(
         if is_asked and getattr(a, name) != getattr(b, name):
             return name
     return None
+
+
+def _reasons_of_step(
+    event: ev.Event | None, decisions: Iterator[tuple[ev.Event, list[ev.Event]]]
+) -> Iterator[ev.Event]:
+    """The reasons that are given in the rest of an event's step."""
+    if event is not None:
+        rest = takewhile(lambda pair: pair[0].step == event.step, decisions)
+        yield from chain.from_iterable(reasons for _, reasons in rest)
 
 
 def _tokens(seq_id: int, a: State, b: State) -> Tokens | None:

@@ -465,7 +465,7 @@ def step_end(step: int, phase: str = "decode", num_tokens: int = 1, **times: int
         ts_ns=step,
         step=step,
         phase="postprocess",
-        batch_phase=phase,  # type: ignore[arg-type]
+        batch_phase=phase,
         num_seqs=1,
         num_batched_tokens=num_tokens,
         **lists | numbers | {"wall_ns": sum(host)} | parts,

@@ -89,7 +89,8 @@ def whatif(
         records = saying_whose(read_trace(file, warn=_warn), file, _warn)
         recording = read_recording(records)
         all_settings = [recording.settings.changed(each) for each in cases]
-        for settings in all_settings:
+        is_again = not cases and out is not None  # then the unchanged run is the one to keep
+        for settings in [recording.settings] if is_again else all_settings:
             recording.check(settings)
         outcomes = _run_all(recording, all_settings, arrivals, out)
     except WhatIfError as error:

@@ -398,6 +398,16 @@ PAGES: tuple[Page, ...] = ("steps", "state", "events", "help")
 
 
 @pytest.mark.usefixtures("eighty_columns")
+@pytest.mark.parametrize("size", [SMALLEST, (40, 13), (80, 19), (80, 24), (120, 40)])
+@pytest.mark.parametrize(("name", "step"), [("article", 1), ("crowded", 11), ("chunked", 3)])
+def test_the_steps_end_is_always_there(
+    name: str, step: int, size: tuple[int, int], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = frame(capsys, folder / f"{name}.jsonl", View(step), *size, lang="en")
+    assert f"step#{step} " in drawn
+
+
+@pytest.mark.usefixtures("eighty_columns")
 @pytest.mark.parametrize("lang", LANGUAGES)
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("size", [SMALLEST, (40, 13), (80, 19), (80, 24), (120, 40), (27, 5)])

@@ -67,7 +67,9 @@ def step(index: int, seq_ids: Sequence[int] = (0, 1), **changes: Any) -> StepSum
         end_ns=index * 10 * MS + 3 * MS,
         wall_ns=3 * MS,
     )
-    return replace(plain, **changes)
+    changed = replace(plain, **changes)
+    held = tuple(victim.num_blocks_freed for victim in changed.preempted)
+    return replace(changed, scheduled=len(changed.shares), num_blocks_held=held)
 
 
 def event(cls: type[ev.Event], phase: ev.Phase, **fields: Any) -> ev.Event:  # noqa: ANN401 - any field

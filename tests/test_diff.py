@@ -1,4 +1,4 @@
-"""Two traces side by side: settings, the first decision that differs, latencies, tokens."""
+"""Two traces side by side: settings, inputs, the first that differs, latencies, tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def slower(event: ev.Event) -> ev.Event:
 def test_a_trace_differs_from_itself_in_nothing(workload: Workload) -> None:
     records = Recording(workload).records
     difference = diff(records, records)
-    assert difference.decision is None
+    assert difference.is_same
+    assert not difference.inputs
     assert not difference.settings
     assert not difference.tokens
     assert not difference.only_a
@@ -67,10 +68,59 @@ def test_the_first_decision_that_differs_is_told_with_both_states() -> None:
     assert decision is not None
     assert [setting.name for setting in difference.settings] == ["policy"]
     assert (decision.field, decision.a.step, decision.b.step) == ("event", 1, 1)
-    assert (decision.a.event, decision.a.facts["reason"]) == ("ADMISSION_STOP", "token_budget")
+    assert decision.a.event == "SCHEDULE_PREFILL"
+    reason = difference.reason
+    assert reason is not None
+    assert (reason.a.event, reason.a.facts["reason"]) == ("ADMISSION_STOP", "token_budget")
+    assert (reason.b.event, reason.b.facts["reason"]) == ("STATE_TRANSITION", "admitted")
     assert (decision.b.event, decision.b.facts["block_ids"]) == ("BLOCKS_ALLOCATE", [[3, 4, 5]])
     assert decision.a.state == ShortState((1,), (0,), num_free_blocks=5, num_cached_blocks=0)
     assert decision.b.state == ShortState((1,), (0,), num_free_blocks=2, num_cached_blocks=0)
+
+
+def test_what_was_asked_is_an_input_and_no_decision() -> None:
+    """The two runs differ in all that a user may ask of a request."""
+    asked = {"seed": 77, "temperature": 1.25, "top_p": 0.5, "stop": ["x"], "max_tokens": 99}
+
+    def otherwise(event: ev.Event) -> ev.Event:
+        if isinstance(event, ev.StateTransition):
+            return structs.replace(event, max_tokens=99)
+        return structs.replace(event, **asked) if isinstance(event, ev.RequestEnqueue) else event
+
+    records = Recording(BUSY).records
+    difference = diff(records, changed(records, otherwise))
+    assert difference.is_same
+    assert difference.num_decisions > 50
+    assert {found.name: found.b for found in difference.inputs} == asked
+    for found in difference.inputs:
+        assert found.seq_ids[0] == 0
+        assert len(found.seq_ids) >= 4
+
+
+def test_a_request_that_comes_later_is_an_input_with_effects() -> None:
+    late = [
+        replace(BUSY.requests[0], arrival=0),
+        *(replace(r, arrival=3) for r in BUSY.requests[1:]),
+    ]
+    difference = diff(Recording(BUSY).records, Recording(replace(BUSY, requests=late)).records)
+    names = {found.name for found in difference.inputs}
+    assert "arrival" in names
+    assert difference.decision is not None
+
+
+def test_another_reason_with_the_same_effect_is_a_reason_alone() -> None:
+    def otherwise(event: ev.Event) -> ev.Event:
+        if isinstance(event, ev.ScheduleDecode):
+            return structs.replace(event, reason="my_new_word")
+        return event
+
+    records = Recording(BUSY).records
+    difference = diff(records, changed(records, otherwise))
+    assert difference.decision is None
+    assert difference.reason is not None
+    assert not difference.is_same
+    assert (difference.reason.field, difference.reason.b.value) == ("reason", "my_new_word")
+    assert difference.reason.a.event == "SCHEDULE_DECODE"
 
 
 def test_a_field_that_differs_is_named_with_both_values() -> None:
@@ -163,12 +213,33 @@ def test_the_same_decisions_end_with_0_whatever_the_times(
     assert "4 of 4 requests have the same tokens." in outcome.out
 
 
+def test_another_seed_is_told_as_an_input(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [i for i in read_trace(pair[0]) if isinstance(i, Header | Footer | ev.Event)]
+    seeded = [
+        structs.replace(item, seed=item.seed + 1) if isinstance(item, ev.RequestEnqueue) else item
+        for item in records
+    ]
+    other = write_records(tmp_path / "seeded.jsonl", seeded)
+    outcome = call(capsys, "diff", pair[0], other, "--lang", "en")
+    assert outcome.code == 0
+    assert "seed[0]          4 of 4" in outcome.out
+    assert "decisions are the same." in outcome.out
+    plain = call(capsys, "diff", pair[0], other, "--plain").out
+    assert "input\tseed[0]\t" in plain
+    (found, *_) = (
+        json.loads(line) for line in call(capsys, "diff", pair[0], other, "--json").out.splitlines()
+    )
+    assert (found["kind"], found["name"], found["seq_ids"]) == ("input", "seed", [0, 1, 2, 3])
+
+
 def test_other_decisions_end_with_1_and_fit_80_columns(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = call(capsys, "diff", *pair, "--lang", "en")
     assert outcome.code == 1
-    for words in ("num_kvcache_blocks   20   100", "The first decision that differs", "free pages"):
+    for words in ("num_kvcache_blocks   20   100", "The first effect that differs", "free pages"):
         assert words in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
 
@@ -179,9 +250,9 @@ def test_json_tells_each_difference_and_a_summary(
     outcome = call(capsys, "diff", *pair, "--json")
     objects = [json.loads(line) for line in outcome.out.splitlines()]
     kinds = [each["kind"] for each in objects]
-    assert kinds == ["setting", "decision", *["latency"] * 4, "summary"]
+    assert kinds == ["setting", "reason", "decision", *["latency"] * 4, "summary"]
     assert objects[0] == {"kind": "setting", "name": "num_kvcache_blocks", "a": 20, "b": 100}
-    assert objects[1]["a"]["state"]["num_free_blocks"] < objects[1]["b"]["state"]["num_free_blocks"]
+    assert objects[2]["a"]["state"]["num_free_blocks"] < objects[2]["b"]["state"]["num_free_blocks"]
     assert objects[-1]["is_same"] is False
     assert objects[-1]["e2e_ratio"] < 1
 
@@ -203,13 +274,14 @@ def test_a_long_table_of_requests_is_cut_and_says_so(
     assert "... and 3 more" in outcome.out
 
 
-def test_other_requests_are_a_decision_too(
+def test_other_prompts_are_an_input_with_effects(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_trace(tmp_path / "c.jsonl", (crowded_run()[0], [Ask(12, 24)]))
     outcome = call(capsys, "diff", pair[0], other, "--lang", "en")
     assert outcome.code == 1
-    assert "prompt_len" in outcome.out
+    assert "prompt_token_ids[0]" in outcome.out
+    assert "The first effect that differs" in outcome.out
     assert "Only in A: requests 1-3." in outcome.out
 
 

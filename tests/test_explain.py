@@ -524,6 +524,9 @@ def test_the_help_tells_what_slow_is(capsys: pytest.CaptureFixture[str]) -> None
     told = " ".join(call(capsys, "explain", "--help").out.split())
     assert f"more than {HIGH_FACTOR} times the median" in told
     assert f"than {HIGH_QUARTILES} times the distance" in told
+    for language, median in (("en", "median"), ("zh", "中位数")):
+        page = (ROOT / "docs" / language / "metrics.md").read_text("utf-8")
+        assert f"max({HIGH_FACTOR} x {median}, {median} + {HIGH_QUARTILES} x" in page
 
 
 TWINS = Workload(  # the second shares two of its pages, gives way, and waits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,16 +17,10 @@ from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import load
 from nvtrace.envelope import Footer, Header, Unknown
+from nvtrace.led import about_rank, saying_whose
 from nvtrace.pipeline import Sink
 from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
-from nvtrace.reader import (
-    UnreadableTraceError,
-    about_rank,
-    rank_path,
-    read_blocks,
-    read_ranks,
-    read_trace,
-)
+from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace
 from nvtrace.recorder import record
 from nvtrace_cli.main import run_command
 from support.cli import ROOT, call
@@ -126,13 +120,18 @@ def test_beside_rank_0s_it_is_not_said(capsys: pytest.CaptureFixture[str]) -> No
     assert len(load(RANK_1).steps) == 256
 
 
-def test_a_rank_that_decides_as_torchruns_do_is_like_any_other(tmp_path: Path) -> None:
+def test_a_rank_that_decides_as_torchruns_do_is_like_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = [*read_trace(RANK_1.with_name("example.jsonl.zst"))]
     header = msgspec.structs.replace(cast("Header", records[0]), rank=1, world_size=2)
     rest = [record for record in records[1:] if not isinstance(record, Header | Unknown)]
     warnings: list[str] = []
-    assert [*read_trace(write_records(tmp_path / "t.jsonl", [header, *rest]), warn=warnings.append)]
+    assert len([*saying_whose([header, *rest], "t.jsonl", warnings.append)]) == len(records)
     assert warnings == []
+    trace = write_records(tmp_path / "t.jsonl", [header, *rest])
+    assert call(capsys, "stats", trace).err == ""
+    assert load(trace).warnings == ()
 
 
 def test_older_traces_of_all_ranks_are_kept_together(tmp_path: Path) -> None:
@@ -212,8 +211,7 @@ def test_a_workers_trace_says_who_it_is_and_what_it_did_in_each_step(oracle: Ora
         told(recorder, oracle)
         # Nothing waits for a next step that may never come.
         whole = [*read_trace(io.BytesIO(file.getvalue()))]
-    blocks = read_blocks(io.BytesIO(file.contents), warn=pytest.fail, is_beside=True)
-    records = [*chain.from_iterable(blocks)]
+    records = [*read_trace(io.BytesIO(file.contents), warn=pytest.fail)]
     assert records[:-1] == whole
     header, *events, footer = records
     assert isinstance(header, Header)
@@ -250,8 +248,7 @@ def test_a_recipe_makes_the_recorder_of_any_rank(
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    blocks = read_blocks(tmp_path / "trace.rank2.jsonl", warn=pytest.fail, is_beside=True)
-    header, *_, footer = chain.from_iterable(blocks)
+    header, *_, footer = read_trace(tmp_path / "trace.rank2.jsonl", warn=pytest.fail)
     assert isinstance(header, Header)
     assert header.run_id == "the run"
     assert isinstance(footer, Footer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -542,3 +543,42 @@ def test_whatif_loads_no_torch_and_no_pandas(trace: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_is_said_why_requests_were_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = write_trace(tmp_path / "trace.jsonl", crowded_run()), tmp_path / "out.jsonl"
+    done = call(capsys, "whatif", trace, "--set", "num_kvcache_blocks=8", "--out", out)
+    told = " ".join(done.out.split())
+    assert "case 1: 4 requests were refused: 4 may grow to 9 pages, and the pool has 8." in told
+    short = " ".join(call(capsys, "whatif", trace, "--set", "max_model_len=11").out.split())
+    assert "4 need 12 tokens for the prompt and one more, and max_model_len is 11" in short
+    told = call(capsys, "whatif", trace, "--set", "num_kvcache_blocks=8", "--json").out
+    case = json.loads(told.splitlines()[-1])
+    assert case["refusals"] == [
+        {"reason": "never_fits", "count": 4, "least_need": 9, "most_need": 9, "have": 8}
+    ]
+    replayed = " ".join(call(capsys, "replay", out).out.split())
+    assert "4 requests that could never finish: 4 may grow to 9 pages" in replayed
+
+
+def test_a_policy_that_is_not_here_is_compared_with_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [*read_trace(write_trace(tmp_path / "trace.jsonl", crowded_run()))]
+    foreign = [
+        msgspec.structs.replace(record, policy="mine")
+        if isinstance(record, ev.EngineInit)
+        else record
+        for record in records
+        if isinstance(record, Header | Footer | ev.Event)
+    ]
+    trace, out = write_records(tmp_path / "mine.jsonl", foreign), tmp_path / "out.jsonl"
+    done = call(capsys, "whatif", trace, "--set", "policy=mixed", "--out", out)
+    assert done.code == 0
+    assert "The recorded policy, mine, is not installed here" in done.out
+    rows = [json.loads(line) for line in call(capsys, "whatif", trace, "--json").out.splitlines()]
+    assert [row["num_steps"] is None for row in rows if row["kind"] == "run"] == [False, True]
+    refused = call(capsys, "whatif", trace, "--out", out)
+    assert (refused.code, "not 'mine'" in refused.err) == (2, True)

@@ -125,7 +125,7 @@ def _look(
 
 def _say_whose(film: Film, file: str) -> None:
     """Nothing was decided: perhaps since it is the trace of a rank that decides nothing."""
-    from nvtrace.reader import about_rank  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.led import about_rank  # noqa: PLC0415 - --help needs no msgspec
 
     rank = film.header.rank
     if rank:

@@ -38,11 +38,13 @@ def diff(
         bool, typer.Option("--plain", help="One difference a line, with tabs, without colours.")
     ] = False,
 ) -> None:
-    """Compare two traces: settings, the first decision that differs, latencies, tokens.
+    """Compare two traces: settings, inputs, the first reason and effect that differ, times, tokens.
 
-    Who is scheduled, preempted and admitted, and on which pages, are decisions; times are reported
-    and never count. Data goes to stdout, messages to stderr. Exit codes: 0 the same decisions, 1
-    they differ, 2 wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
+    Who is scheduled, preempted and admitted, and on which pages, are effects of decisions; why, are
+    their reasons. What was asked (prompts, parameters, seeds) is input. It is reported, as times
+    are, and never counts. Data goes to stdout, messages to stderr. Exit codes: 0 the same
+    decisions, 1 they differ, 2 wrong usage, 3 not a readable trace, 4 a trace newer than this
+    nvtrace.
     """
     from nvtrace.diff import diff as compare  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace_cli.views import diff as view  # noqa: PLC0415 - nor rich
@@ -58,11 +60,16 @@ def diff(
         view.print_plain(difference)
     else:
         view.show(difference, words(lang), limit)
-    if difference.decision is not None:
+    if not difference.is_same:
         raise typer.Exit(_DIFFER)
 
 
 def _records(file: str) -> Iterator[Record]:
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
-    return read_trace(file, warn=lambda message: say(f"warning: {message}"))
+    return saying_whose(read_trace(file, warn=_warn), file, _warn)
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

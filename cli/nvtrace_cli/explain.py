@@ -85,13 +85,18 @@ explain.__doc__ = (explain.__doc__ or "").format(factor=HIGH_FACTOR, quartiles=H
 
 def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepStory:
     from nvtrace.explain import explain_request, explain_step  # noqa: PLC0415 - --help needs none
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - the same
     from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
-    records = read_trace(file, warn=lambda message: say(f"warning: {message}"))
+    records = saying_whose(read_trace(file, warn=_warn), file, _warn)
     try:
         if seq is None and step is not None:
             return explain_step(records, step)
         return explain_request(records, seq or 0, step)
     except InconsistentTraceError as error:
         raise InconsistentTraceError(f"{name_of(file)}: {error}") from error
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

@@ -82,11 +82,12 @@ def export(
 
 def _export_lines(file: str, module: str, out: Path | None) -> int:
     """Write a format of lines. Returns how many there are."""
-    from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
     to_lines: Callable[[Iterable[Record]], Iterator[str]]
     to_lines = import_module(f"nvtrace.export.{module}").lines
-    lines = to_lines(read_trace(file, warn=_warn))
+    lines = to_lines(saying_whose(read_trace(file, warn=_warn), file, _warn))
     num_lines = 0
     if out is None:
         for line in lines:

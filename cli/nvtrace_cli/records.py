@@ -23,13 +23,21 @@ _MOST_CODES = 10  # told of, each by itself
 def records_of(
     file: str, warn: Callable[[str], None], watch: Callable[[int], None]
 ) -> Iterator[Record]:
-    """What `nvtrace.reader.read_trace` yields.
+    """What `nvtrace.reader.read_trace` yields; at its end it is said if it decides nothing.
 
     Args:
         file: path of the trace, "-" for stdin.
         warn: see there.
         watch: takes the number of the file's bytes read so far; of standard input it hears nothing.
     """
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+
+    yield from saying_whose(_records_of(file, warn, watch), file, warn)
+
+
+def _records_of(
+    file: str, warn: Callable[[str], None], watch: Callable[[int], None]
+) -> Iterator[Record]:
     from nvtrace.reader import read_trace  # noqa: PLC0415 - --help needs no msgspec
 
     path = Path(file)

@@ -72,7 +72,8 @@ def whatif(
     codes: 0 shown, 2 wrong usage, or a question that the trace cannot answer, 3 not a readable
     trace, 4 a trace newer than this nvtrace, 5 the simulated trace could not be written.
     """
-    from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
     from nvtrace.whatif import WhatIfError, parse_changes, read_recording  # noqa: PLC0415 - the same
     from nvtrace_cli.views import whatif as view  # noqa: PLC0415 - nor rich
@@ -85,11 +86,11 @@ def whatif(
             cases.insert(0, parse_changes(changes))
         if out is not None and len(cases) > 1:
             raise UsageError(f"--out keeps one run, and {len(cases)} cases are asked for: give one")
-        recording = read_recording(
-            read_trace(file, warn=lambda message: say(f"warning: {message}"))
-        )
+        records = saying_whose(read_trace(file, warn=_warn), file, _warn)
+        recording = read_recording(records)
         all_settings = [recording.settings.changed(each) for each in cases]
-        for settings in all_settings:
+        is_again = not cases and out is not None  # then the unchanged run is the one to keep
+        for settings in [recording.settings] if is_again else all_settings:
             recording.check(settings)
         outcomes = _run_all(recording, all_settings, arrivals, out)
     except WhatIfError as error:
@@ -157,3 +158,7 @@ def _say_how_it_went(sink: Sink, outcome: Outcome, name: str) -> None:
             "read no times from it"
         )
     say(f"simulated trace: {name}")
+
+
+def _warn(message: str) -> None:
+    say(f"warning: {message}")

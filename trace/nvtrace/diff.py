@@ -1,13 +1,17 @@
 """Diff: two traces, and where their runs part.
 
     settings     which of them differ
-    decision     the first that differs, and both states there
+    inputs       what was asked otherwise: prompts, parameters, seeds, when a request came or was
+                 aborted
+    reason       the first that differs: why somebody waits, why a step is what it is, why an end
+    decision     the first that differs in its effect, and both states there
     latencies    each request's in both (reported, never decisive)
     tokens       the first that differs, for each request
 
-Knows which events are decisions, and what of them is one: who, how much, which pages, and why.
-Budgets and counters that only follow from the settings (`token_budget`, `free_blocks`, `have`) are
-none, nor are times, tokens and hashes. Does not know tables or words. Needs no engine.
+Knows which events are decisions, and what of them is one: who, how much, which pages (the effects),
+and, apart from these, why. Budgets and counters that only follow from the settings (`token_budget`,
+`free_blocks`, `have`) are none, nor is what was asked from outside, nor are times, tokens and
+hashes. Does not know tables or words. Needs no engine.
 
 Both traces are read side by side, once; of each, the requests are kept.
 """
@@ -15,7 +19,7 @@ Both traces are read side by side, once; of each, the requests are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, takewhile, zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +38,11 @@ _NO_DECISION = (
     *("event_id", "ts_ns", "step", "phase"),
     *("token_budget", "free_blocks", "have", "token_id", "hashes"),
 )
+_NO_EFFECT = (*_NO_DECISION, "reason", "max_tokens")
+_NO_INPUT = (*_NO_DECISION, "reason", "seq_id", "waiting_len", "prompt_len")
 _DECISIONS = (
-    *(ev.RequestEnqueue, ev.RequestRefused, ev.RequestAbort, ev.EngineReset),
-    *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed, ev.AdmissionStop, ev.Preempt),
+    *(ev.RequestRefused, ev.EngineReset),
+    *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed, ev.Preempt),
     *(ev.StateTransition, ev.BlocksShare, ev.BlocksRevive, ev.BlocksAllocate, ev.BlocksAppend),
     *(ev.BlocksHash, ev.BlocksEvict, ev.BlocksRelease),
 )
@@ -47,6 +53,23 @@ class Setting:
     """A setting that differs; None where one of the traces does not tell it."""
 
     name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Something that was asked otherwise of requests that both traces have.
+
+    Attributes:
+        name: a field of REQUEST_ENQUEUE; or "arrival", "abort": the step after which it came, and
+            after which it was aborted.
+        seq_ids: of which requests.
+        a, b: the first one's.
+    """
+
+    name: str
+    seq_ids: tuple[int, ...]
     a: Any
     b: Any
 
@@ -94,7 +117,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The first decision that differs.
+    """The first decision that differs in its effect, or in its reason.
 
     Attributes:
         number: decisions before it, which are the same.
@@ -153,7 +176,9 @@ class Difference:
 
     Attributes:
         settings: those that differ.
-        decision: the first that differs; None if all are the same.
+        inputs: what was asked otherwise.
+        reason: the first that differs, up to `decision`; None if all are the same.
+        decision: the first with another effect; None if all have the same.
         num_decisions: that were compared: all, or those before it.
         latencies: of the requests that ended in both; none if one of the traces does not know.
         num_untimed: steps of simulated traces whose time nobody knows.
@@ -163,6 +188,8 @@ class Difference:
     """
 
     settings: list[Setting]
+    inputs: list[Input]
+    reason: Decision | None
     decision: Decision | None
     num_decisions: int
     latencies: list[Latency]
@@ -171,6 +198,11 @@ class Difference:
     only_b: list[int]
     tokens: list[Tokens]
     num_same_tokens: int
+
+    @property
+    def is_same(self) -> bool:
+        """Are all decisions the same, and their reasons?"""
+        return self.decision is None and self.reason is None
 
     @property
     def ttft_ratio(self) -> float | None:
@@ -196,15 +228,28 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     """
     left, right = _Trace("A", a), _Trace("B", b)
     decision: Decision | None = None
+    reason: Decision | None = None
     number = last_step = 0
-    for mine, theirs in zip_longest(left.decisions(), right.decisions()):
-        name = _first_difference(mine, theirs)
+    nothing: tuple[None, list[ev.Event]] = (None, [])
+    streams = left.decisions(), right.decisions()
+    for (mine, my_reasons), (theirs, their_reasons) in zip_longest(*streams, fillvalue=nothing):
+        name, whys = _first_difference(mine, theirs), (my_reasons, their_reasons)
         if name is not None:
             sides = left.side(mine, name), right.side(theirs, name)
             decision = Decision(number, last_step, name, *sides)
+            # What made it so may be said later in the step.
+            later = _reasons_of_step(mine, streams[0]), _reasons_of_step(theirs, streams[1])
+            whys = [*my_reasons, *later[0]], [*their_reasons, *later[1]]
+        for why, their_why in () if reason else zip_longest(*whys):
+            what = _first_difference(why, their_why, ("seq_id", "reason", "need"))
+            if what is not None:
+                sides = left.side(why, what), right.side(their_why, what)
+                reason = Decision(number, last_step, what, *sides)
+                break
+        if decision is not None:
             break
         number += 1
-        last_step = mine.step or last_step
+        last_step = (mine.step if mine else None) or last_step
     for trace in (left, right):
         trace.read_the_rest()
     both = sorted(left.state.sequences.keys() & right.state.sequences.keys())
@@ -212,6 +257,8 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     tokens = [found for seq_id in both if (found := _tokens(seq_id, left.state, right.state))]
     return Difference(
         settings=_settings(left.settings, right.settings),
+        inputs=_inputs(both, left.asked, right.asked),
+        reason=reason,
         decision=decision,
         num_decisions=number,
         latencies=[
@@ -237,17 +284,22 @@ class _Trace:
     measure: Measure = field(default_factory=Measure)
     ended: dict[int, RequestMetrics] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    asked: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_untimed: int = 0
 
     def __post_init__(self) -> None:
         self.records = iter(self.records)
 
-    def decisions(self) -> Iterator[ev.Event]:
-        """Each decision, when the state has taken it in."""
+    def decisions(self) -> Iterator[tuple[ev.Event, list[ev.Event]]]:
+        """Each decision, when the state has taken it in; with those that give a reason for it."""
+        reasons: list[ev.Event] = []
         for record in self.records:
             self._take(record)
-            if isinstance(record, _DECISIONS):
-                yield record
+            if isinstance(record, ev.AdmissionStop):
+                reasons.append(record)
+            elif isinstance(record, _DECISIONS):
+                yield record, [*reasons, record] if hasattr(record, "reason") else reasons
+                reasons = []
 
     def read_the_rest(self) -> None:
         """Take in what is left."""
@@ -276,6 +328,11 @@ class _Trace:
                 self.num_untimed = record.facts.clock.num_untimed_steps or 0
             case ev.EngineInit():
                 self.settings |= _facts(record)
+            case ev.RequestEnqueue():
+                facts = _facts(record, _NO_INPUT)
+                self.asked[record.seq_id] = facts | {"arrival": self.state.engine_step}
+            case ev.RequestAbort() if record.seq_id in self.asked:
+                self.asked[record.seq_id]["abort"] = self.state.engine_step
             case ev.EngineReady():
                 self.settings["num_kvcache_blocks"] = record.num_kvcache_blocks
                 self.settings["eos_token_ids"] = record.eos_token_ids
@@ -296,10 +353,23 @@ def _of_header(header: Header) -> dict[str, Any]:
     }
 
 
-def _facts(event: ev.Event) -> dict[str, Any]:
-    return {
-        name: getattr(event, name) for name in event.__struct_fields__ if name not in _NO_DECISION
-    }
+def _facts(event: ev.Event, left_out: tuple[str, ...] = _NO_DECISION) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in event.__struct_fields__ if name not in left_out}
+
+
+def _inputs(
+    seq_ids: list[int], a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]
+) -> list[Input]:
+    """What was asked otherwise, field by field."""
+    unlike: dict[str, list[int]] = {}
+    for seq_id in seq_ids:
+        for name in {**a[seq_id], **b[seq_id]}:
+            if a[seq_id].get(name) != b[seq_id].get(name):
+                unlike.setdefault(name, []).append(seq_id)
+    return [
+        Input(name, tuple(found), a[found[0]].get(name), b[found[0]].get(name))
+        for name, found in unlike.items()
+    ]
 
 
 def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
@@ -307,16 +377,34 @@ def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
     return [Setting(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 
-def _first_difference(a: ev.Event | None, b: ev.Event | None) -> str | None:
-    """The first thing in which two decisions differ; None if they are the same."""
+def _first_difference(
+    a: ev.Event | None, b: ev.Event | None, names: tuple[str, ...] | None = None
+) -> str | None:
+    """The first thing in which two decisions differ; None if they are the same.
+
+    Args:
+        a: one decision; None for none.
+        b: the other.
+        names: the fields to compare; those that tell of effects if None.
+    """
     if a is None or b is None or type(a) is not type(b):
         return "event"
     if a.step != b.step:
         return "step"
     for name in a.__struct_fields__:
-        if name not in _NO_DECISION and getattr(a, name) != getattr(b, name):
+        is_asked = name not in _NO_EFFECT if names is None else name in names
+        if is_asked and getattr(a, name) != getattr(b, name):
             return name
     return None
+
+
+def _reasons_of_step(
+    event: ev.Event | None, decisions: Iterator[tuple[ev.Event, list[ev.Event]]]
+) -> Iterator[ev.Event]:
+    """The reasons that are given in the rest of an event's step."""
+    if event is not None:
+        rest = takewhile(lambda pair: pair[0].step == event.step, decisions)
+        yield from chain.from_iterable(reasons for _, reasons in rest)
 
 
 def _tokens(seq_id: int, a: State, b: State) -> Tokens | None:

@@ -37,7 +37,6 @@ from nvtrace.envelope import (
     decode,
     decode_events,
 )
-from nvtrace.events import EngineReady
 from nvtrace.unpack import BombError, UnpackError, unpacked
 
 if TYPE_CHECKING:
@@ -102,7 +101,6 @@ def read_blocks(
     source: str | Path | BinaryIO,
     *,
     warn: Callable[[str], None] | None = None,
-    is_beside: bool = False,
     name: str | Path | None = None,
 ) -> Iterator[list[Record]]:
     """Read a trace, some hundred records at a time: as `read_trace`, for those in a hurry.
@@ -113,7 +111,6 @@ def read_blocks(
     Args:
         source: see `read_trace`.
         warn: see `read_trace`.
-        is_beside: it is read beside rank 0's: that it decides nothing needs no warning.
         name: see `read_trace`.
 
     Yields:
@@ -125,8 +122,7 @@ def read_blocks(
     name = name_of(source) if name is None else name
     file = open_trace(source) if isinstance(source, str | Path) else source
     with file:
-        tally = _Tally(is_beside=is_beside)
-        yield from _decoded(line_blocks(file, name), name, warn or _ignore, tally)
+        yield from _decoded(line_blocks(file, name), name, warn or _ignore)
 
 
 def name_of(source: str | Path | BinaryIO) -> str | Path:
@@ -156,7 +152,7 @@ def read_ranks(
     Raises:
         See `read_trace`, for any of the files.
     """
-    records = chain.from_iterable(read_blocks(source, warn=warn, is_beside=True))
+    records = read_trace(source, warn=warn)
     header = cast("Header", next(records))
     streams = [_keyed(header.rank, chain([header], records))]
     if header.rank == 0 and str(source) != "-":
@@ -191,7 +187,7 @@ def blocks_of_rank(
     if not path.is_file():
         warn(f"{path} is missing: the run had {first.world_size} ranks, and one is left out")
         return
-    blocks = read_blocks(path, warn=warn, is_beside=True)
+    blocks = read_blocks(path, warn=warn)
     block = next(blocks)
     if cast("Header", block[0]).run_id != first.run_id:
         warn(f"{path} is of another run: it is left out")
@@ -218,11 +214,9 @@ def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bo
 
 
 def _decoded(
-    blocks: Iterator[tuple[int, list[bytes]]],
-    name: str | Path,
-    warn: Callable[[str], None],
-    tally: _Tally,
+    blocks: Iterator[tuple[int, list[bytes]]], name: str | Path, warn: Callable[[str], None]
 ) -> Iterator[list[Record]]:
+    tally = _Tally()
     for number, lines in blocks:
         records, problem = _all_at_once(lines) if tally.has_header else None, None
         if records is None:
@@ -296,10 +290,8 @@ def _one_by_one(
 class _Tally:
     """Counts what is not known, and what is not there: events are numbered without gaps."""
 
-    def __init__(self, *, is_beside: bool) -> None:
+    def __init__(self) -> None:
         self._last: Record | None = None
-        self._follows: int | None = None  # the rank, above 0, of an engine that is not ready
-        self._is_beside = is_beside
         self._num_after_footer: int | None = None  # None before there is one
         self._last_id = 0
         self._num_missing = 0
@@ -314,10 +306,6 @@ class _Tally:
         """Count some more of them."""
         if not records:
             return
-        if isinstance(records[0], Header):
-            self._follows = records[0].rank or None
-        if self._follows and any(isinstance(record, EngineReady) for record in records):
-            self._follows = None  # torchrun started it: it decides as all ranks do
         self._last = records[-1]
         if self._num_after_footer is not None:
             self._num_after_footer += len(records)
@@ -351,23 +339,11 @@ class _Tally:
         if self._num_missing:
             missing = f"{self._num_missing} events are missing"
             yield f"{name}: {missing}, by the numbers of those that are there"
-        if self._follows and not self._is_beside:
-            yield about_rank(name, self._follows)
         if self._num_after_footer:
             behind = f"{self._num_after_footer} lines come after the footer"
             yield f"{name}: {behind}, which should be the last"
         if self._num_after_footer is None:
             yield f"{name} has no footer: the run was cut off; everything it wrote was read"
-
-
-def about_rank(name: str | Path, rank: int) -> str:
-    """What the trace of a rank that another one leads is, and where the rest of its run is."""
-    before, found, after = str(name).rpartition(f".rank{rank}")
-    first = f"rank 0's, {before}{after}" if found else "rank 0's trace"
-    return (
-        f"{name} is rank {rank}'s own trace: how it started, and what it computed in each step. It "
-        f"decides nothing: the requests, queues, tokens and the times of steps are in {first}"
-    )
 
 
 def _check_header(record: Record, name: str | Path) -> None:

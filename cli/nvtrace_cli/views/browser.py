@@ -237,14 +237,20 @@ class Screen:
         return Group(_both_ends(Text(title, "heading"), Text(scale, "quiet")), *lines)
 
     def _events(self, look: Look, num_rows: int) -> Group:
-        """The step's events; what led up to it as well, if there is room."""
+        """The step's events, its end among them; what led up to it as well, if there is room."""
         num_all = len(look.events)
         if num_all <= num_rows:
             return Group(*(self._event(look, place) for place in range(num_all)))
         own = [place for place, event in enumerate(look.events) if event.step is not None]
-        shown = own[: num_rows - 1]
-        more = self._ui("more", count=count(num_all - len(shown)))
-        return Group(*(self._event(look, place) for place in shown), Text(more, style="quiet"))
+        shown, last = own[: max(num_rows - 2, 0)], own[-1:]
+        if num_rows == 1:
+            return Group(*(self._event(look, place) for place in last))
+        more = self._ui("more", count=count(num_all - len(shown) - len(last)))
+        return Group(
+            *(self._event(look, place) for place in shown),
+            Text(more, style="quiet"),
+            *(self._event(look, place) for place in last),
+        )
 
     def _event(self, look: Look, place: int) -> Text:
         """An event as its line in the log, without what the frame says anyway."""

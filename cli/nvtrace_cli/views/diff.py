@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 _NOTHING = "-"
 _VALUE_WIDTH = 30
-_OF_AN_EVENT = ("reason", "seq_id", "seq_ids", "block_ids")
+_INPUT_WIDTH = 16
+_OF_AN_EVENT = ("seq_id", "seq_ids", "block_ids")
+_OF_A_REASON = ("seq_id", "seq_ids", "reason", "need")
 
 
 def print_json(difference: Difference) -> None:
-    """One object a line: kinds "setting", "decision", "latency", "tokens", "summary" last.
+    """One object a line: kinds "setting", "input", "reason", "decision", "latency", "tokens".
+
+    A "summary" comes last.
 
     Times are in nanoseconds, ratios are B / A.
     """
@@ -45,17 +49,21 @@ def _objects(difference: Difference) -> list[dict[str, Any]]:
     objects: list[dict[str, Any]] = [
         {"kind": "setting"} | asdict(setting) for setting in difference.settings
     ]
-    if difference.decision is not None:
-        objects.append({"kind": "decision"} | asdict(difference.decision))
+    objects += [{"kind": "input"} | asdict(found) for found in difference.inputs]
+    for kind in ("reason", "decision"):
+        found = getattr(difference, kind)
+        if found is not None:
+            objects.append({"kind": kind} | asdict(found))
     objects += [_latency_object(latency) for latency in difference.latencies]
     objects += [{"kind": "tokens"} | asdict(tokens) for tokens in difference.tokens]
     return [
         *objects,
         {
             "kind": "summary",
-            "is_same": difference.decision is None,
+            "is_same": difference.is_same,
             "num_decisions": difference.num_decisions,
             "num_settings": len(difference.settings),
+            "num_inputs": len(difference.inputs),
             "num_requests": len(difference.tokens) + difference.num_same_tokens,
             "num_same_tokens": difference.num_same_tokens,
             "num_untimed": difference.num_untimed,
@@ -85,7 +93,15 @@ def print_plain(difference: Difference) -> None:
     """One difference a line, with tabs: kind, name, A's value, B's value."""
     lines: list[tuple[str, ...]] = [("kind", "name", "a", "b")]
     lines += [("setting", s.name, _json(s.a), _json(s.b)) for s in difference.settings]
-    decision = difference.decision
+    lines += [
+        ("input", f"{found.name}[{found.seq_ids[0]}]", _json(found.a), _json(found.b))
+        for found in difference.inputs
+    ]
+    reason, decision = difference.reason, difference.decision
+    if reason is not None:
+        for name in ("step", "event", "value"):
+            pair = (_json(getattr(side, name)) for side in (reason.a, reason.b))
+            lines.append(("reason", reason.field if name == "value" else name, *pair))
     if decision is not None:
         a, b = decision.a, decision.b
         lines += [
@@ -120,6 +136,8 @@ def show(difference: Difference, catalog: Catalog, limit: int) -> None:
     """
     console = make_console()
     _show_settings(console, difference, catalog)
+    _show_inputs(console, difference, catalog)
+    _show_reason(console, difference, catalog)
     _show_decision(console, difference, catalog)
     _show_latencies(console, difference, catalog, limit)
     _show_tokens(console, difference, catalog, limit)
@@ -140,12 +158,49 @@ def _show_settings(console: Console, difference: Difference, catalog: Catalog) -
     console.print(table)
 
 
+def _show_inputs(console: Console, difference: Difference, catalog: Catalog) -> None:
+    total = count(len(difference.tokens) + difference.num_same_tokens)
+    if not difference.inputs:
+        console.print(Prose((catalog.ui("diff_same_inputs", total=total), "")))
+        return
+    console.print()
+    console.print(Text(catalog.ui("diff_inputs_title"), style="heading"))
+    headings = {"input": catalog.ui("diff_column_input"), "of": catalog.ui("diff_column_requests")}
+    table = _table({**headings, "a": "A", "b": "B"}, catalog)
+    for found in difference.inputs:
+        of = catalog.ui("diff_of", count=count(len(found.seq_ids)), total=total)
+        name = f"{found.name}[{found.seq_ids[0]}]"
+        table.add_row(escape(name), of, *(_short(v, _INPUT_WIDTH) for v in (found.a, found.b)))
+    console.print(table)
+
+
+def _show_reason(console: Console, difference: Difference, catalog: Catalog) -> None:
+    reason = difference.reason
+    if reason is None:
+        return
+    console.print()
+    console.print(Text(catalog.ui("diff_reason_title"), style="heading"))
+    table = _table({"fact": "", "a": "A", "b": "B"}, catalog)
+    a, b = reason.a, reason.b
+    rows: list[tuple[str, Any, Any]] = [
+        (catalog.ui("diff_row_step"), a.step, b.step),
+        (catalog.ui("diff_row_event"), a.event, b.event),
+        *((name, a.facts.get(name), b.facts.get(name)) for name in _OF_A_REASON),
+    ]
+    for label, left, right in rows:
+        if left is not None or right is not None:
+            style = "error" if label == reason.field else ""
+            table.add_row(Text(label, style="label"), _short(left), _short(right), style=style)
+    console.print(Padding(table, (0, 0, 0, 2)))
+
+
 def _show_decision(console: Console, difference: Difference, catalog: Catalog) -> None:
     console.print()
     decision = difference.decision
     number = count(difference.num_decisions)
     if decision is None:
-        console.print(Prose((catalog.ui("diff_same_decisions", count=number), "heading")))
+        key = "diff_same_decisions" if difference.is_same else "diff_same_effects"
+        console.print(Prose((catalog.ui(key, count=number), "heading")))
         return
     console.print(Text(catalog.ui("diff_decision_title"), style="heading"))
     sentence = catalog.ui("diff_decision", count=number, step=decision.after_step)
@@ -243,11 +298,11 @@ def _table(
     )
 
 
-def _short(value: object) -> str:
+def _short(value: object, width: int = _VALUE_WIDTH) -> str:
     if value is None:
         return _NOTHING
     text = value if isinstance(value, str) else _json(value)
-    return shorten(escape(text), _VALUE_WIDTH)
+    return shorten(escape(text), width)
 
 
 def _json(value: object) -> str:

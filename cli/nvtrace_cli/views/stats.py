@@ -230,8 +230,8 @@ def _phase_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
             Text(count(phase.num_steps)),
             Text(f"{phase.num_seqs / phase.num_steps:.1f}"),
             Text(count(phase.num_tokens)),
-            _time(phase.wall_ns or None),
-            _time(phase.wall_ns / phase.num_steps or None),
+            Text(duration(phase.wall_ns) if phase.wall_ns else "-"),
+            Text(duration(phase.wall_ns / phase.num_steps) if phase.wall_ns else "-"),
             _time(None if phase.gpu_ns is None else phase.gpu_ns / phase.num_steps),
         )
     return table

@@ -6,6 +6,8 @@
             2              1
     step    1         100       200
 
+A step is one mark, however few there are: where there is room for more, marks stand apart.
+
 Knows how steps are spread over columns and which state a column of many steps shows. Does not know
 how the steps were worked out (`summarize.py`).
 """
@@ -126,7 +128,8 @@ class Timeline:
             for label, seq_id in zip(labels, self.seq_ids, strict=True)
         ]
         batch = self._batch_sizes(scale)
-        bars = [_bars(batch, shapes)] if shapes.bars else []
+        marks = [size if i % scale.columns_per_step == 0 else None for i, size in enumerate(batch)]
+        bars = [_bars(marks, shapes)] if shapes.bars else []
         for name, line in zip((names[0], ""), (*bars, _changes(batch)), strict=False):
             lines.append(_labelled(name, margin, line))
         lines.append(_labelled(names[1], margin, _axis(scale, options.max_width - margin)))
@@ -155,8 +158,7 @@ class Timeline:
                 if seq_id not in cells:
                     continue
                 row = cells[seq_id]
-                for offset in range(scale.columns_per_step):
-                    stroke = strokes[min(offset, len(strokes) - 1)]
+                for offset, stroke in enumerate(strokes[: scale.columns_per_step]):
                     row[column + offset] = max(row[column + offset], stroke)
         return cells
 
@@ -181,7 +183,7 @@ class Timeline:
 
 
 def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
-    """(seq_id, what to draw in the step's columns; the last stroke fills what is left) of each."""
+    """(seq_id, what it does in the step: one thing, or also its end) of each."""
     ended = {seq_id for seq_id, _ in step.finished}
     victims = {event.seq_id for event in step.preempted}
     batch = set(step.seq_ids)
@@ -190,20 +192,16 @@ def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
             CellState.PREFILL if share.is_prefill else CellState.DECODE,
         )
         if share.seq_id in ended:
-            end = (CellState.ENDED, CellState.ABSENT)
+            end = (CellState.ENDED,)
             strokes = (CellState.PREFILL, *end) if share.is_prefill else end
         yield share.seq_id, strokes
     for seq_id in {*step.aborted, *(ended - batch)}:
-        yield seq_id, (CellState.ENDED, CellState.ABSENT)
+        yield seq_id, (CellState.ENDED,)
     for seq_id in step.running:
         if seq_id not in batch:
             yield seq_id, (CellState.IDLE,)
     for seq_id in step.waiting:
-        is_victim = seq_id in victims
-        yield (
-            seq_id,
-            (CellState.PREEMPTED, CellState.WAITING) if is_victim else (CellState.WAITING,),
-        )
+        yield seq_id, (CellState.PREEMPTED if seq_id in victims else CellState.WAITING,)
 
 
 def _glyph(state: CellState, shapes: Glyphs) -> str:

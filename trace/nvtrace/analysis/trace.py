@@ -22,6 +22,7 @@ from nvtrace.analysis.frames import without_garbage_collection
 from nvtrace.analysis.records import Records
 from nvtrace.analysis.requests import requests_frame, tokens_frame
 from nvtrace.analysis.steps import steps_frame
+from nvtrace.led import about_rank
 from nvtrace.reader import blocks_of_rank, rank_path, read_blocks, read_trace
 from nvtrace.snapshots import Film
 
@@ -159,6 +160,8 @@ def load(path: str | Path, *, rank: int | None = None) -> Trace:
             for other in range(1, header.world_size):
                 for block in gathered(blocks_of_rank(first, other, header, warnings.append)):
                     records.add(block)
+    if header.rank and not len(records.table("ENGINE_READY")):
+        warnings.append(about_rank(first, header.rank))
     return Trace(first, records, tuple(warnings))
 
 

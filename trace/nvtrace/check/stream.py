@@ -100,6 +100,7 @@ def _exit(ledger: Ledger, record: Footer) -> Iterator[Clash]:
             yield Clash(told, Fact("unfinished", left))
         elif ledger.step is not None:
             yield Clash(told, Fact("step_under_way", ledger.step.index))
+    if record.exit not in {"error", "interrupted"}:  # whoever says another word knows what it means
         return
     is_started = ledger.ready is not None or isinstance(ledger.last, RUNS)  # (a rank's own trace)
     is_refused = isinstance(ledger.last, ev.RequestRefused)  # which raises

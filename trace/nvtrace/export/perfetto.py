@@ -111,7 +111,6 @@ class Picture:
         self._flows = count(1)
         self._startup: list[tuple[int, int, ev.Event]] = []  # (its start, its end, event)
         self._step: _Step | None = None
-        self._is_led = False
         self._now = self._last_step_end = self._gpu_end = 0
         self._out.name_process(_ENGINE, "engine")
         self._out.name_process(_REQUESTS, "requests")
@@ -120,8 +119,6 @@ class Picture:
 
     def take(self, record: Record) -> Iterator[dict[str, Any]]:
         """Take in one record. Yields the trace events that nothing can come before any more."""
-        if isinstance(record, Header):
-            self._is_led = record.rank > 0
         if not isinstance(record, ev.Event):
             return
         self._now = max(self._now, record.ts_ns)
@@ -292,10 +289,9 @@ class Picture:
         start = step.start_ns
         if end is not None:
             start = max(self._now - max(end.wall_ns, 0), self._last_step_end)
-        run = step.parts.get("forward")
-        kind = end.batch_phase if end is not None else "cut short"
-        if self._is_led and run is not None and step.schedule is None:
-            kind = run.phase  # a rank that decides nothing does not say when a step is over
+        # A rank for which another one decides says how it ran, and not when a step is over.
+        run = step.parts.get("forward") if step.schedule is None else None
+        kind = end.batch_phase if end is not None else run.phase if run else "cut short"
         self._out.begin(_STEPS, start, f"step {step.index} {kind}", self._step_arguments(step, end))
         if end is None:
             self._draw_moments(step, start)

@@ -649,7 +649,7 @@ def test_a_report_that_cannot_be_written_is_still_shown(
     code, text, said = bench(capsys, folder, "--plain", "--out", "/dev/full")
     assert code == 5
     assert "engine traced" in text
-    assert "/dev/full could not be written" in said
+    assert "/dev/full cannot be written (No space left on device)" in said
 
 
 @pytest.mark.parametrize(("options", "code"), [(["--out", "/dev/full"], 5), ([], 74)])
@@ -663,7 +663,7 @@ def test_the_failure_is_said_though_stdout_is_full(
             [*command, *few, *options], check=False, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (ended.returncode, ended.stderr.count("\n")) == (code, 1)
-    assert ("/dev/full could not be written" in ended.stderr) == (code == 5)
+    assert ("/dev/full cannot be written" in ended.stderr) == (code == 5)
 
 
 def test_two_engines_must_fit_into_the_memory_together(

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import POLICIES
-from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
-from nanovllm.layers.attention import make_attention_backend
+from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS, make_attention_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel.tensor_parallel import ALONE, BACKENDS
 from nanovllm.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ import os
 import pty
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,16 @@ from rich.cells import cell_len
 from rich.console import Console
 from typing_extensions import override
 
+from nanovllm.assets import TINY_QWEN3
+from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import pipeline, recorder
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import Footer
 from nvtrace.reader import read_trace
-from nvtrace.scenarios import SCENARIOS, Options
+from nvtrace.scenarios import SCENARIOS
 from nvtrace_cli.progress import Progress
 from nvtrace_cli.run import recording, stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
@@ -33,6 +37,7 @@ from nvtrace_cli.views.console import THEME, UNICODE
 from nvtrace_cli.views.live import LiveReporter, progress_view, reporting
 from support.cli import call, command, environment, spawn
 from support.oracle import Oracle, save_tokenizer
+from support.recording import BUSY, Recording
 
 if TYPE_CHECKING:
     from nvtrace.catalog import Language
@@ -427,33 +432,111 @@ def test_without_an_engine_every_file_is_what_it_was(
 ) -> None:
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    options = Options(config={"tensor_parallel_size": 2})
     with (
         contextlib.suppress(OSError),
         stopping_between_steps(lambda _events: None) as tap,
-        recording(tmp_path / "t.jsonl", tap, options, load_catalog("en")),
+        recording(tmp_path / "t.jsonl", tap, load_catalog("en")) as observer,
     ):
         assert (tmp_path / "t.jsonl").read_text() == ""
-        if has_rank_1:  # as rank 1 does when it starts
-            (tmp_path / "t.rank1.jsonl").write_text("new")
+        if has_rank_1:  # as an engine does when it starts
+            config = Config.create(TINY_QWEN3, {"tensor_parallel_size": 2})
+            observer.engine_init(config, ModelConfig.from_folder(TINY_QWEN3))
+            assert observer.recipe is not None
+            observer.recipe(1).close()
+            assert (tmp_path / "t.rank1.jsonl").stat().st_size
         raise OSError
     assert files_here() == before
 
 
 def test_a_device_that_takes_the_trace_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "link.jsonl").symlink_to("/dev/null")
+    ours, device = pty.openpty()
+    (tmp_path / "link.jsonl").symlink_to(os.ttyname(device))
     with (
         contextlib.suppress(OSError),
         stopping_between_steps(lambda _events: None) as tap,
-        recording(
-            tmp_path / "link.jsonl",
-            tap,
-            Options(config={"tensor_parallel_size": 1}),
-            load_catalog("en"),
-        ),
+        recording(tmp_path / "link.jsonl", tap, load_catalog("en")),
     ):
         raise OSError
     assert (tmp_path / "link.jsonl").is_symlink()
+    assert stat.S_ISCHR((tmp_path / "link.jsonl").stat().st_mode)
+    assert os.read(ours, 100).startswith(b'{"event":"TRACE_HEADER"')
+    os.close(device)
+    os.close(ours)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "out", "link"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_trace_never_goes_where_the_answers_or_the_messages_go(
+    stream: str, name: str, tmp_path: Path
+) -> None:
+    if stream == "stderr":
+        name = name.replace("stdout", "stderr").replace("fd/1", "fd/2")
+    (tmp_path / "link").symlink_to(f"/dev/{stream}")
+    with (tmp_path / "out").open("w+", encoding="utf-8") as file:
+        options: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            stream: file,
+        }
+        done = subprocess.run(
+            command("run", "example", "--out", name),
+            **options,
+            text=True,
+            env=environment(),
+            cwd=tmp_path,
+            check=False,
+        )
+        said = done.stderr if stream == "stdout" else (tmp_path / "out").read_text()
+    assert done.returncode == 2
+    what = "answers" if stream == "stdout" else "messages"
+    assert said == (
+        f"nvtrace: --out {name}: a trace goes to a file of its own, since {what} go to {stream}\n"
+    )
+    if stream == "stdout":
+        assert (tmp_path / "out").read_text() == ""
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "out"]
+
+
+@pytest.mark.parametrize("arguments", [("bench",), ("whatif", "trace.jsonl")], ids=" ".join)
+def test_no_command_writes_its_file_to_stdout(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(Recording(BUSY).data)
+    outcome = call(capsys, *arguments, "--out", "-")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "goes to a file of its own, since answers go to stdout" in outcome.err
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+@pytest.mark.parametrize("arguments", [("run", "example"), ("bench",)], ids=" ".join)
+def test_where_one_may_not_write_is_said_before_a_model_is_loaded(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(name: Path, *_arguments: object) -> int:
+        raise PermissionError(13, "Permission denied", str(name))
+
+    monkeypatch.setattr("nvtrace.files.os.open", refuse)
+    monkeypatch.setattr(ModelConfig, "from_folder", pytest.fail)
+    outcome = call(capsys, *arguments, "--out", "x.jsonl")
+    monkeypatch.undo()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "nvtrace: x.jsonl cannot be written (Permission denied)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command_", ["run", "bench"])
+def test_a_path_below_a_file_is_no_place_for_a_file(
+    command_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    name = ["example"] if command_ == "run" else []
+    outcome = call(capsys, command_, *name, "--out", "file/trace.jsonl")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "nvtrace: --out file/trace.jsonl: there is no folder file\n"
+    assert files_here() == {"file": "mine"}
 
 
 def test_a_refused_request_does_not_stop_the_others(
@@ -507,6 +590,25 @@ def test_a_full_disk_does_not_stop_the_run_but_fails_it(
     assert text_of(oracle.greedy([8], 2)) in outcome.out  # the answers are not thrown away
     assert outcome.err.count("No space left on device") == 2  # when it happened, and at the end
     assert "trace.jsonl is not whole" in failure(outcome.err)
+
+
+def test_a_trace_that_is_removed_while_it_is_written_fails_the_run(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = recorder.Recorder.engine_ready
+
+    def remove(self: recorder.Recorder, *facts: Any) -> None:  # noqa: ANN401 - the hook's own
+        ready(self, *facts)
+        Path("trace.jsonl").unlink()
+
+    monkeypatch.setattr(recorder.Recorder, "engine_ready", remove)
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
+    assert outcome.code == 5
+    assert text_of(oracle.greedy([8], 2)) in outcome.out
+    assert failure(outcome.err) == (
+        "nvtrace: trace.jsonl was removed while it was written: there is no trace"
+    )
+    assert files_here() == {}
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

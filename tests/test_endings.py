@@ -259,6 +259,44 @@ FORKS = """
         ]
         print(json.dumps([codes, tokens(engines[0]) == before]))
 """
+TRACED = """
+    import multiprocessing, os, sys, warnings
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.assets import TINY_QWEN3
+    from nvtrace import record
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # as above
+
+    def ask(llm):
+        llm.add_request([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+
+    def leave(number):
+        if number == 0:
+            sys.exit(7)  # within record(): leaves it in good order
+        if number == 1:
+            raise ValueError
+        if number == 2:
+            ask(llm)  # what the fork's copy of the engine does is not the parent's
+            recorder.trace.drain()
+        os._exit(7)
+
+    with record(sys.argv[1]) as recorder:
+        llm = LLM(TINY_QWEN3, observer=recorder, num_kvcache_blocks=20)
+        ask(llm)  # a compressed trace has not written that yet
+        codes = []
+        for number in range(3):
+            pid = os.fork()
+            if not pid:
+                sys.stderr = open(os.devnull, "w")
+                leave(number)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        process = multiprocessing.get_context("fork").Process(target=leave, args=(0,))
+        process.start()
+        process.join()
+        while not llm.is_finished():
+            llm.step()
+    print(*codes, process.exitcode)
+"""
 GROUP = """
     import os, sys, torch, warnings
     from torch.distributed import HashStore
@@ -274,11 +312,11 @@ GROUP = """
 """
 
 
-def said_by(folder: Path, script: str) -> str:
+def said_by(folder: Path, script: str, *arguments: str) -> str:
     """What a script says, if it ends in good order."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script), encoding="utf-8")
-    process = start_script(file)
+    process = start_script(file, *arguments)
     with ending(process):
         out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
@@ -287,6 +325,16 @@ def said_by(folder: Path, script: str) -> str:
 
 def test_a_fork_neither_ends_the_workers_of_its_parent_nor_waits_for_them(tmp_path: Path) -> None:
     assert json.loads(said_by(tmp_path, FORKS)) == [[7, 7, 7, 8], True]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_fork_writes_nothing_into_the_trace_of_its_parent(ending: str, tmp_path: Path) -> None:
+    trace = tmp_path / f"trace.{ending}"
+    assert said_by(tmp_path, TRACED, str(trace)) == "7 1 7 7\n"
+    records = list(read_trace(trace, warn=pytest.fail))
+    assert [type(record) for record in records].count(Footer) == 1
+    assert len([record for record in records if isinstance(record, ev.RequestEnqueue)]) == 1
+    assert steps(records) == [1, 2]
 
 
 def test_a_group_of_ranks_that_a_fork_leaves_is_not_waited_for(tmp_path: Path) -> None:

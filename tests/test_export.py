@@ -6,9 +6,12 @@ import csv
 import io
 import json
 import math
+import os
+import stat
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +25,7 @@ from nvtrace import events as ev
 from nvtrace.envelope import Unknown
 from nvtrace.export import csv_tables, otlp, perfetto, prometheus
 from nvtrace.reader import read_trace
-from support.cli import call, environment
+from support.cli import call, command, environment
 from support.cli_traces import HOSTILE_TEXT, chunked_run, crowded_run, write_records, write_trace
 from support.fake_runner import Settings
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
@@ -643,6 +646,78 @@ def test_a_trace_that_breaks_leaves_the_older_export_alone(
     assert "line 41" in outcome.err
     assert out.read_text("utf-8") == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "out.json"]
+
+
+@pytest.mark.parametrize("to", TO_LINES)
+def test_a_pipe_takes_an_export_and_stays_a_pipe(
+    to: str, crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe, part = tmp_path / "pipe", tmp_path / "pipe.part"
+    os.mkfifo(pipe)
+    part.write_text("mine")
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(pipe.read_text, "utf-8")
+        written = call(capsys, "export", crowded, "--to", to, "--out", pipe)
+    assert (written.code, written.out) == (0, "")
+    assert reading.result() == call(capsys, "export", crowded, "--to", to).out
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [pipe, part]
+    assert part.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "out", "link"])
+def test_an_export_to_the_file_of_stdout_is_an_export_to_stdout(
+    name: str, crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    with (tmp_path / "out").open("w", encoding="utf-8") as out:
+        out.write("before\n")
+        out.flush()
+        arguments = command("export", crowded, "--to", "prometheus", "--out", name)
+        done = subprocess.run(arguments, stdout=out, env=environment(), cwd=tmp_path, check=True)
+        out.seek(0, os.SEEK_END)
+        out.write("after\n")
+    printed = call(capsys, "export", crowded, "--to", "prometheus").out
+    assert done.returncode == 0
+    assert (tmp_path / "out").read_text("utf-8") == f"before\n{printed}after\n"
+
+
+@pytest.mark.parametrize("to", ["csv", "parquet"])
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_full_disk_leaves_no_half_of_the_tables(
+    to: str, crowded: Path, tmp_path: Path, *, has_older: bool
+) -> None:
+    folder = tmp_path / "deep" / "tables"
+    if has_older:
+        folder.mkdir(parents=True)
+        (folder / "STEP_END.csv").write_text("older")
+    limit = 'ulimit -f 2; exec "$@"'  # no file may have more than 2 blocks of 512 or 1024 bytes
+    export = command("export", crowded, "--to", to, "--out", folder)
+    done = subprocess.run(
+        ["/bin/sh", "-c", limit, "sh", *export],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (74, "")
+    assert f"{folder} cannot be written (" in done.stderr
+    assert "File too large" in done.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ([folder / "STEP_END.csv"] if has_older else [])
+    assert folder.exists() == has_older
+    if has_older:
+        assert left[0].read_text() == "older"
+
+
+def test_a_table_that_would_replace_a_pipe_is_refused(
+    crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "STEP_END.csv")
+    outcome = call(capsys, "export", crowded, "--to", "csv", "--out", tmp_path)
+    assert (outcome.code, outcome.out) == (74, "")
+    assert "STEP_END.csv is there, and is no plain file" in outcome.err
+    assert [file.name for file in tmp_path.iterdir()] == ["STEP_END.csv"]
 
 
 def test_an_engine_that_was_asked_nothing_exports_to_every_format(tmp_path: Path) -> None:

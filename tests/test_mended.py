@@ -33,14 +33,14 @@ def test_a_link_is_never_renamed_and_what_it_leads_to_never_lost(tmp_path: Path)
     target, link = tmp_path / "target.jsonl", tmp_path / "trace.jsonl"
     target.write_text("precious")
     link.symlink_to(target)
-    with pytest.raises(FileExistsError, match="is a link to a file that exists"):
-        open_sink(link)
+    with pytest.raises(FileExistsError, match="name another file"):
+        open_sink(link, existing="error")
     assert target.read_text() == "precious"
-    target.write_text("")
     sink, kept = open_sink(link)
     sink.write(b"line\n")
     sink.close()
-    assert (link.is_symlink(), kept, target.read_text()) == (True, None, "line\n")
+    assert kept == tmp_path / "target.1.jsonl"
+    assert (link.is_symlink(), kept.read_text(), target.read_text()) == (True, "precious", "line\n")
 
 
 def test_an_engine_goes_on_after_its_trace_is_closed_and_says_so_once(

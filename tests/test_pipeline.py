@@ -12,10 +12,14 @@ import structlog
 import zstandard
 
 from nvtrace import events as ev
+from nvtrace.check import check
 from nvtrace.envelope import Footer, Header
-from nvtrace.pipeline import Sink, free_name, open_sink
+from nvtrace.files import free_names
+from nvtrace.pipeline import Sink, open_sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder, record
+from nvtrace.replay import InconsistentTraceError
+from nvtrace.validate import Validator, validate
 from support.recording import BUSY
 from support.workload import MemoryFile, Run
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor
 
     from nvtrace.envelope import Record
-    from nvtrace.pipeline import Existing
+    from nvtrace.files import Existing
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -83,9 +87,69 @@ def test_a_processor_may_drop_events_and_the_numbers_show_it() -> None:
     rest = [record for record in records if isinstance(record, ev.Event)]
     expected = [r.event_id for r in whole if not isinstance(r, ev.PrepareDecodeTensors)]
     assert [r.event_id for r in rest] == expected
-    num_missing = len(whole) - len(expected)
-    [warning] = warnings
-    assert warning.startswith(f"the trace: {num_missing} events are missing")
+    assert warnings == ["the trace: events were dropped on purpose, by record(processors=...)"]
+
+
+def keep_only(*names: str) -> Processor:
+    def processor(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict.pop("event") not in names:
+            raise structlog.DropEvent
+        return event_dict
+
+    return processor
+
+
+@pytest.mark.parametrize("kept", [("STEP_END", "PREEMPT"), ("TRACE_HEADER",), ()])
+def test_header_and_footer_pass_a_processor_that_drops_them(
+    kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    num_events = len(read(trace_of_busy())) - 2
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(trace_of_busy([keep_only(*kept)]))
+    warnings: list[str] = []
+    header, *events, footer = read_trace(trace, warn=warnings.append)
+    assert isinstance(header, Header)
+    assert header.is_filtered
+    assert isinstance(footer, Footer)
+    assert {ev.tag_of(event) for event in events if isinstance(event, ev.Event)} <= {*kept}
+    assert (footer.num_events, footer.num_dropped) == (num_events, num_events - len(events))
+    assert warnings == [f"{trace}: events were dropped on purpose, by record(processors=...)"]
+    heard: list[str] = []
+    assert not list(validate(trace, Validator(), warn=heard.append))
+    assert heard == warnings
+    with pytest.raises(InconsistentTraceError, match="a check needs all of them"):
+        list(check(read_trace(trace)))
+
+
+def test_a_trace_that_was_filtered_and_is_damaged_says_so(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = trace_of_busy([keep_only("STEP_END", "PREEMPT")]).splitlines(keepends=True)
+    trace.write_bytes(b"".join([*lines[:5], *lines[7:]]))
+    dropped = f"{trace}: events were dropped on purpose, by record(processors=...)"
+    warnings: list[str] = []
+    list(read_trace(trace, warn=warnings.append))
+    assert warnings == [
+        dropped,
+        f"{trace}: 2 events are missing, by the numbers of those that are there",
+    ]
+    assert [fault.code for fault in validate(trace, Validator(), warn=lambda _warning: None)] == [
+        "num_events"
+    ]
+
+    trace.write_bytes(b"".join(lines[:5]))  # a run that was cut off: all gaps may be meant
+    warnings.clear()
+    list(read_trace(trace, warn=warnings.append))
+    assert warnings == [
+        dropped,
+        f"{trace} has no footer: the run was cut off; everything it wrote was read",
+    ]
+
+
+def test_a_trace_that_nobody_filtered_says_nothing_of_it() -> None:
+    header, *_, footer = read(trace_of_busy())
+    assert isinstance(header, Header)
+    assert isinstance(footer, Footer)
+    assert (header.is_filtered, footer.num_dropped) == (False, 0)
 
 
 def test_a_processor_may_put_another_record_in_place() -> None:
@@ -202,7 +266,7 @@ def test_an_earlier_trace_can_be_a_reason_not_to_start(tmp_path: Path) -> None:
     ],
 )
 def test_a_free_name_keeps_every_ending(tmp_path: Path, name: str, free: str) -> None:
-    assert free_name(tmp_path / name) == tmp_path / free
+    assert next(free_names(tmp_path / name)) == tmp_path / free
 
 
 def test_a_folder_that_is_not_there_is_said_before_anything_runs(tmp_path: Path) -> None:

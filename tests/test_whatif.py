@@ -528,6 +528,23 @@ def test_what_cannot_be_asked_is_wrong_usage(
     assert outcome.out == ""
 
 
+def test_a_simulation_that_fails_leaves_files_as_they_were(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "again.jsonl"
+    out.write_text("older")
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        assert out.read_text() == ""
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nvtrace.whatif.rerun", fail)
+    before = sorted(tmp_path.iterdir())
+    assert call(capsys, "whatif", trace, "--out", out).code == 130
+    assert out.read_text() == "older"
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_whatif_loads_no_torch_and_no_pandas(trace: Path) -> None:
     code = (
         "import sys; from nvtrace_cli.main import run_command; "

@@ -17,6 +17,7 @@ import typer
 
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, no_stdout_is_no_failure
 from nvtrace_cli.options import say
+from nvtrace_cli.outputs import check_out, prove_writable, refuse_streams, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +130,9 @@ def bench(
     if (batch or context) and WorkloadChoice.DECODE not in (workloads or []):
         raise UsageError("--batch and --context are for the workload decode: nvtrace bench decode")
     if out is not None:
-        _check_out(out)
+        refuse_streams(out, "the report")
+        check_out(out)
+        prove_writable(out)
     names = _references(against)
     # Before torch is loaded, as `nvtrace run` does: threads that wait sleep instead of spinning.
     # The contenders have thread pools of their own, and one must not spin in the other's time.
@@ -202,11 +205,10 @@ def _show(report: Report, *, as_json: bool, is_plain: bool) -> None:
 
 def _write(report: Report, out: Path) -> None:
     from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.files import written  # noqa: PLC0415 - the same
 
-    try:
-        out.write_bytes(encode(report))
-    except OSError as error:
-        raise RunFailedError(f"{out} could not be written: {error.strerror}") from error
+    with writing(out, RunFailedError), written(out) as file:
+        file.write(encode(report))
 
 
 def _references(against: str | None) -> tuple[str, ...] | None:
@@ -223,16 +225,6 @@ def _references(against: str | None) -> tuple[str, ...] | None:
                 f"{', '.join(_REFERENCES)}, or none at all"
             )
     return names
-
-
-def _check_out(out: Path) -> None:
-    try:
-        if out.is_dir():
-            raise UsageError(f"--out {out}: that is a folder, name a file in it")
-        if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {out.parent}")
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from error
 
 
 def _hush(_message: str) -> None:

@@ -6,7 +6,6 @@ Knows the options, and where an export goes. Does not know a format (`nvtrace.ex
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from nvtrace_cli.failures import OUTPUT_FAILED, CommandError, UsageError
 from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.outputs import check_out, is_stream, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +62,7 @@ def export(
     Data goes to stdout or PATH, messages to stderr. Exit codes: 0 exported, 2 wrong usage, 3 not a
     readable trace, 4 a trace newer than this nvtrace, 74 PATH cannot be written.
     """
-    if str(out) == "-":
+    if out is not None and is_stream(out, 1):
         out = None
     module = _FOLDER_MODULES.get(to)
     try:
@@ -82,7 +82,8 @@ def export(
 
 def _export_lines(file: str, module: str, out: Path | None) -> int:
     """Write a format of lines. Returns how many there are."""
-    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.files import written  # noqa: PLC0415 - --help needs no files
+    from nvtrace.led import saying_whose  # noqa: PLC0415 - nor msgspec
     from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
     to_lines: Callable[[Iterable[Record]], Iterator[str]]
@@ -94,16 +95,10 @@ def _export_lines(file: str, module: str, out: Path | None) -> int:
             sys.stdout.write(line + "\n")
         return num_lines
     _refuse(file, out)
-    unfinished = out.with_name(f"{out.name}.part")  # what was there stays until this one is whole
-    with _writing(out):
-        try:
-            with unfinished.open("w", encoding="utf-8", newline="\n") as stream:
-                for line in lines:
-                    stream.write(line + "\n")
-                    num_lines += 1
-            unfinished.replace(out)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    with writing(out, _OutputError), written(out) as stream:
+        for line in lines:
+            stream.write(f"{line}\n".encode())
+            num_lines += 1
     return num_lines
 
 
@@ -119,7 +114,7 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
     write: Callable[[Iterable[tuple[int, Record]], Path], int]
     write = import_module(f"nvtrace.export.{module}").write
     try:
-        with _writing(out):
+        with writing(out, _OutputError):
             return write(read_ranks(file, warn=_warn), out)
     except ExportError as error:
         raise UsageError(str(error)) from error
@@ -127,21 +122,9 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
 
 def _refuse(file: str, out: Path) -> None:
     """Never write where somebody else's work may lie."""
-    if out.is_dir():
-        raise UsageError(f"--out {out} is a folder: name a file in it")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    check_out(out)
     if file != "-" and out.exists() and Path(file).exists() and out.samefile(file):
         raise UsageError(f"--out {out} is the trace itself: name another file")
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """The disk's own errors in a sentence; those of the trace are the reader's."""
-    try:
-        yield
-    except OSError as error:
-        raise _OutputError(f"{out} cannot be written ({error.strerror or error})") from error
 
 
 def _warn(message: str) -> None:

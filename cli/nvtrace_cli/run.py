@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,7 @@ from nvtrace_cli.options import (
     template_kwargs,
     words,
 )
+from nvtrace_cli.outputs import check_out, refuse_streams, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,7 +113,8 @@ def run(
         raise UsageError(_unknown(name, list(SCENARIOS)))
     _check_sampling(temperature, max_tokens)
     _check_prompts(prompt or [])
-    _check_out(out)
+    refuse_streams(out, "a trace")
+    check_out(out)
     _check_policy(policy)
     _check_device(device)
     options = Options(
@@ -125,9 +127,9 @@ def run(
         config=_engine_options(policy, tp, device),
     )
     watch = Watch(catalog, is_on=check)
-    answers, fault = _record(SCENARIOS[name], options, out, watch, is_quiet=quiet)
+    answers, place, fault = _record(SCENARIOS[name], options, out, watch, is_quiet=quiet)
     if json:
-        view.print_json(view.answers_object(name, str(out), answers))
+        view.print_json(view.answers_object(name, str(place), answers))
     else:
         view.print_answers(answers, catalog, is_quiet=quiet)
     if fault is not None:
@@ -137,19 +139,22 @@ def run(
         command = sys.argv[0] if is_hidden else "nvtrace"
         say(
             catalog.ui(
-                "run_next", trace=out, command=shlex.quote(command), quoted=shlex.quote(str(out))
+                "run_next",
+                trace=place,
+                command=shlex.quote(command),
+                quoted=shlex.quote(str(place)),
             )
         )
-    watch.end(str(out))
+    watch.end(str(place))
 
 
 def _record(
     scenario: Scenario, options: Options, out: Path, watch: Watch, *, is_quiet: bool
-) -> tuple[list[Answer], str | None]:
+) -> tuple[list[Answer], Path, str | None]:
     """Run and record. Ctrl-C ends in KeyboardInterrupt.
 
     Returns:
-        The answers, and what is wrong with the trace.
+        The answers, where the trace is, and what is wrong with it.
 
     Raises:
         RunFailedError: there are no answers, for whatever reason.
@@ -163,12 +168,13 @@ def _record(
         from nvtrace_cli.views.live import reporting  # noqa: PLC0415 - the same
 
     tap: StoppingTap | None = None
+    recorder: Recorder | None = None
     catalog = watch.catalog
     try:
         with (
             reporting(catalog, is_quiet=is_quiet) as report,
             stopping_between_steps(watch.beside(report)) as tap,
-            recording(out, tap, options, catalog) as recorder,
+            recording(out, tap, catalog) as recorder,
             tap.blamed(),
         ):
             try:
@@ -177,8 +183,8 @@ def _record(
                 raise RunFailedError(str(error)) from error
             answers = run_scenario(scenario, recorder, options)
     except KeyboardInterrupt:
-        if tap is not None and tap.has_engine:
-            say(catalog.ui("run_interrupted", trace=out))
+        if recorder is not None and tap is not None and tap.has_engine:
+            say(catalog.ui("run_interrupted", trace=_place(recorder, out, catalog)))
         raise
     except CommandError:
         raise
@@ -188,61 +194,50 @@ def _record(
         if isinstance(error, ValueError) and tap is not None and not tap.has_engine:
             raise UsageError(str(error)) from error  # an option that this model cannot have
         raise RunFailedError(f"the run failed: {type(error).__name__}: {error}") from error
-    sink = recorder.trace.sink
+    sink, place = recorder.trace.sink, _place(recorder, out, catalog)
+    if sink.made is not None and sink.made.path is not None and sink.place is None:
+        return answers, place, f"{place} was removed while it was written: there is no trace"
     if sink.error is None:
-        return answers, None
-    return answers, (
-        f"{out} is not whole, {sink.num_lost} lines could not be written: {sink.error}"
+        return answers, place, None
+    return (
+        answers,
+        place,
+        (f"{place} is not whole, {sink.num_lost} lines could not be written: {sink.error}"),
     )
 
 
+def _place(recorder: Recorder, out: Path, catalog: Catalog) -> Path:
+    """Where the trace is after its end; it is said if another run took its name."""
+    made, place = recorder.trace.sink.made, recorder.trace.sink.place
+    if made is None or place in {None, made.path}:
+        return out
+    say(catalog.ui("run_moved", trace=out, place=place))
+    return place
+
+
 @contextmanager
-def recording(
-    out: Path, tap: StoppingTap, options: Options, catalog: Catalog
-) -> Iterator[Recorder]:
+def recording(out: Path, tap: StoppingTap, catalog: Catalog) -> Iterator[Recorder]:
     """Record a run. If no engine comes of it, there is no trace: all files are what they were.
 
     Args:
         out: where rank 0's trace goes. An older one is renamed, for good once there is an engine.
         tap: hears of the events.
-        options: say how many ranks there are.
         catalog: the words.
-    """
-    from nanovllm.parallel.launch import Launch  # noqa: PLC0415 - --help needs no engine
-    from nvtrace.reader import rank_path  # noqa: PLC0415 - the same
-    from nvtrace.recorder import record  # noqa: PLC0415 - the same
 
-    num_ranks = options.config["tensor_parallel_size"]
-    paths = [rank_path(out, rank) for rank in range(num_ranks)]
-    new = [path for path in paths if not os.path.lexists(path)]
-    kept: Path | None = None
-    try:
-        with record(out, tap=tap) as recorder:
-            kept = recorder.kept
+    Raises:
+        UsageError: the trace cannot be written.
+    """
+    from nvtrace.recorder import record  # noqa: PLC0415 - --help needs no engine
+
+    with ExitStack() as stack:
+        with writing(out, UsageError):
+            recorder = stack.enter_context(record(out, tap=tap))
+        try:
             yield recorder
-    finally:
-        if tap.has_engine:
+        finally:
+            kept = recorder.kept if tap.has_engine else recorder.undo()
             if kept is not None:
                 say(catalog.ui("run_kept", trace=out, kept=kept))
-        elif Launch.from_environment(os.environ) is None:
-            put_back(out, kept, new)
-
-
-def put_back(out: Path, kept: Path | None, new: list[Path]) -> None:
-    """Undo what the beginning of a recording does to files.
-
-    Args:
-        out: rank 0's trace, just written.
-        kept: where the older one is that was in its way, with those of its other ranks beside it.
-        new: files that were not there before.
-    """
-    from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - --help needs no engine
-
-    if kept is not None:
-        kept.replace(out)
-        keep_ranks(kept, out)
-    for path in new:
-        path.unlink(missing_ok=True)
 
 
 class StoppingTap:
@@ -356,21 +351,6 @@ def _check_device(device: str) -> None:
         resolve_device(device)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _check_out(out: Path) -> None:
-    if str(out) == "-":
-        raise UsageError("--out -: a trace goes to a file, since answers go to stdout")
-    try:
-        os.lstat(out)
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # a name that is too long, say
-        raise UsageError(f"--out {out}: {error.strerror}") from error
-    if out.is_dir():
-        raise UsageError(f"--out {out}: that is a folder, name a file in it")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
 
 
 def _unknown(name: str | None, names: list[str]) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from nvtrace_cli.failures import RunFailedError, UsageError
 from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.outputs import refuse_streams, writing
 
 if TYPE_CHECKING:
     from nvtrace.pipeline import Sink
@@ -80,6 +81,8 @@ def whatif(
 
     if json and plain:
         raise UsageError("--json and --plain are two answers to one question: give one")
+    if out is not None:
+        refuse_streams(out, "a trace")
     try:
         cases = [parse_changes(text.split(",")) for text in case or []]
         if changes:
@@ -130,20 +133,23 @@ def _run_all(
             outcomes.append(None)
             continue
         sink = _open(out) if is_kept and out is not None else None
-        outcome = rerun(recording, settings, times, arrivals=arrivals.value, sink=sink)
+        try:
+            outcome = rerun(recording, settings, times, arrivals=arrivals.value, sink=sink)
+        except BaseException:
+            if sink is not None:
+                sink.discard()
+            raise
         outcomes.append(outcome)
         if sink is not None:
-            _say_how_it_went(sink, outcome, str(out))
+            _say_how_it_went(sink, outcome, str(sink.place or out))
     return outcomes
 
 
 def _open(out: Path) -> Sink:
     from nvtrace.pipeline import open_sink  # noqa: PLC0415 - --help needs no structlog
 
-    try:
+    with writing(out, UsageError):
         sink, kept = open_sink(out, report=say)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written ({error.strerror or error})") from error
     if kept is not None:
         say(f"{out} was there already: it is now {kept}")
     return sink

@@ -114,6 +114,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
         config: the engine's settings, all "auto"s resolved.
         content: what of prompts and answers is in the trace: "text" means tokens and text.
         mode: "real" for an engine that ran.
+        is_filtered: processors stood before the file, and may have dropped events: gaps in
+            `event_id` are meant.
     """
 
     schema: str = SCHEMA
@@ -129,6 +131,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     config: dict[str, Any]
     content: str = "text"
     mode: str = "real"
+    is_filtered: bool = False
 
     @property
     def facts(self) -> HeaderFacts:
@@ -143,11 +146,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_FOOTER"):
     """The trace was closed in good order, after `num_events` events.
 
-    `error_type` is the exception that ended the recording, if one did.
+    `num_dropped` of them are not in it, since a processor dropped them. `error_type` is the
+    exception that ended the recording, if one did.
     """
 
     event_id: int
     num_events: int
+    num_dropped: int = 0
     exit: Annotated[str, codes("ok", "error", "interrupted")]
     error_type: str | None = None
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import msgspec
 from msgspec import Meta
 
+from nvtrace.files import name_beside
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -109,7 +111,7 @@ def write_index(path: Path, fill: Callable[[BinaryIO], Index]) -> Index | None:
     """
     if path.exists() and not path.is_file():
         return None
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished = name_beside(path)
     try:
         file = unfinished.open("x+b")
     except OSError:

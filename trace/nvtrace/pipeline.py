@@ -13,15 +13,18 @@ application's own logging stays its own.
 from __future__ import annotations
 
 import gzip
+import io
+import os
 import random
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import zstandard
 
-from nvtrace.envelope import encode_into
+from nvtrace.envelope import Footer, Header, encode_into
+from nvtrace.files import Existing, Made, make
 
 _draws = random.getstate()
 import structlog  # noqa: E402 - it imports rich, if that is there, which draws from `random`
@@ -32,12 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
     from pathlib import Path
 
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor
 
-    from nvtrace.envelope import Footer, Header
     from nvtrace.events import Event
-
-Existing = Literal["keep", "replace", "error"]
 
 DropEvent = structlog.DropEvent
 _COMPRESSED_FLUSH_SECONDS = 1.0
@@ -46,14 +46,32 @@ _COMPRESSED_FLUSH_SECONDS = 1.0
 class TraceLogger(structlog.BoundLoggerBase):
     """A structlog logger whose one method takes a typed event."""
 
-    def emit(self, record: Header | Footer | Event) -> None:
-        """Send one record down the pipeline."""
-        self._proxy_to_logger("write", str(record.__struct_config__.tag), record=record)
+    def emit(self, record: Header | Footer | Event) -> bool:
+        """Send one record down the pipeline. Returns whether it came through."""
+        tag = str(record.__struct_config__.tag)
+        return self._proxy_to_logger("write", tag, record=record) is not None
 
 
 def make_logger(sink: Sink, processors: Iterable[Processor] = ()) -> TraceLogger:
-    """The pipeline in front of `sink`; a processor may raise structlog.DropEvent."""
-    return TraceLogger(sink, [*processors, encode], {})
+    """The pipeline in front of `sink`.
+
+    A processor may raise structlog.DropEvent. Header and footer pass all the same: without them
+    the rest could not be read.
+    """
+    return TraceLogger(sink, [*map(_passing, processors), encode], {})
+
+
+def _passing(processor: Processor) -> Processor:
+    def process(logger: object, method: str, event_dict: EventDict) -> Any:  # noqa: ANN401 - a processor's
+        if not isinstance(event_dict["record"], Header | Footer):
+            return processor(logger, method, event_dict)
+        as_it_was = dict(event_dict)
+        try:
+            return processor(logger, method, event_dict)
+        except structlog.DropEvent:
+            return as_it_was
+
+    return process
 
 
 def encode(_logger: object, _method: str, event_dict: MutableMapping[str, Any]) -> bytes:
@@ -74,6 +92,13 @@ class Sink:
         report: takes the one sentence about a failed write; stderr by default.
         seconds_between_flushes: 0 writes at every flush; a compressed file waits, since each flush
             costs compression.
+        made: the file on the disk that `file` writes to.
+
+    Attributes:
+        place: the name that the file on the disk has, as far as is known; None if it has none.
+            Another run may rename it, which shows when it is closed.
+
+    A fork of the process writes nothing: the file is its parent's.
     """
 
     def __init__(
@@ -82,8 +107,12 @@ class Sink:
         *,
         report: Callable[[str], None] | None = None,
         seconds_between_flushes: float = 0.0,
+        made: Made | None = None,
     ) -> None:
         self._file = file
+        self.made = made
+        self.place = None if made is None else made.path
+        self._owner = os.getpid()
         self.report = report or _report_on_stderr
         self._seconds_between_flushes = seconds_between_flushes
         self._last_flush = time.monotonic()
@@ -91,9 +120,10 @@ class Sink:
         self.error: Exception | None = None
         self.num_lost = 0
 
-    def write(self, line: bytes) -> None:
-        """Take one line; it reaches the file with the next flush."""
+    def write(self, line: bytes) -> bool:
+        """Take one line; it reaches the file with the next flush. Returns True, as no drop does."""
         self._lines.append(line)
+        return True
 
     def flush(self) -> None:
         """Hand the buffered lines to the operating system (a compressed file: about once a second).
@@ -103,15 +133,33 @@ class Sink:
         if time.monotonic() - self._last_flush >= self._seconds_between_flushes:
             self._flush()
 
+    @property
+    def is_forked(self) -> bool:
+        """Is this a fork of the process that opened it?"""
+        return os.getpid() != self._owner
+
     def close(self) -> None:
         """Flush, and close the file."""
         self._flush()
+        if self.is_forked:
+            return
+        if self.made is not None and not self.made.file.closed:
+            self.place = next(iter(self.made.names()), None)
         try:
             self._file.close()
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
 
+    def discard(self) -> None:
+        """Nothing came of it: undo what opening it did to files, and close it."""
+        if self.made is not None and not self.made.file.closed:
+            self.made.undo()
+        self.close()
+
     def _flush(self) -> None:
+        if self.is_forked:
+            self._lines = []
+            return
         lines = self._lines
         if self.error is None:
             try:
@@ -143,36 +191,28 @@ def open_sink(
     """Open a trace file for writing, compressed if its name ends in .gz or .zst.
 
     Args:
-        path: the file; its folder must exist.
-        existing: what to do with a file that is there: "keep" renames it, "replace" overwrites it,
-            "error" raises FileExistsError. A link is never renamed: with "keep", what it leads to
-            must be empty or missing, or be no ordinary file.
+        path: the file; its folder must exist. Where it is a link, what it leads to is meant.
+        existing: what to do with a file that is there: "keep" renames it, "replace" puts the new
+            one in its place, "error" raises FileExistsError. A pipe or a device is written.
         report: see `Sink`.
 
     Returns:
         The sink, and where a kept file is now (None if there was none).
     """
-    kept = None
-    if path.is_file() and existing != "replace":
-        if existing == "error":
-            raise FileExistsError(f"{path} exists: name another file")
-        if not path.is_symlink():
-            kept = path.rename(free_name(path))
-        elif path.stat().st_size:
-            raise FileExistsError(f"{path} is a link to a file that exists: name another file")
+    made = make(path, existing)
+    return sink_of(made, path, report), made.kept
+
+
+def sink_of(made: Made, path: Path, report: Callable[[str], None] | None = None) -> Sink:
+    """The sink that writes into a file that was made for a trace at `path`."""
+    file: BinaryIO = cast("BinaryIO", made.file)
     if path.suffix == ".gz":
-        file = cast("BinaryIO", gzip.open(path, "wb", compresslevel=6))  # noqa: SIM115 - Sink closes it
-        return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept
-    if path.suffix == ".zst":
-        file = cast("BinaryIO", zstandard.open(path, "wb"))
-        return Sink(file, report=report, seconds_between_flushes=_COMPRESSED_FLUSH_SECONDS), kept
-    return Sink(path.open("wb", buffering=0), report=report), kept
-
-
-def free_name(path: Path) -> Path:
-    """The first of trace.1.jsonl, trace.2.jsonl ... that is not taken."""
-    stem, dot, endings = path.name.partition(".")
-    number = 1
-    while (candidate := path.with_name(f"{stem}.{number}{dot}{endings}")).exists():
-        number += 1
-    return candidate
+        buffered = io.BufferedWriter(made.file)
+        packed = gzip.GzipFile(path.stem, "wb", compresslevel=6, fileobj=buffered)
+        packed.myfileobj = buffered  # type: ignore[assignment]  # what it closes with itself
+        file = cast("BinaryIO", packed)
+    elif path.suffix == ".zst":
+        buffered = io.BufferedWriter(made.file)
+        file = cast("BinaryIO", zstandard.ZstdCompressor().stream_writer(buffered))
+    seconds = 0.0 if file is made.file else _COMPRESSED_FLUSH_SECONDS
+    return Sink(file, report=report, seconds_between_flushes=seconds, made=made)

@@ -13,19 +13,21 @@ other process (the engine sends it), or how the files are read together (`reader
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from nanovllm.parallel.launch import Launch
-from nvtrace.pipeline import Existing, Sink, open_sink
+from nvtrace.files import Existing, Made, is_plain, make, move, reopened
+from nvtrace.pipeline import Sink, sink_of
 from nvtrace.reader import rank_path
 from nvtrace.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from os import stat_result
     from pathlib import Path
 
     from structlog.typing import Processor
@@ -79,26 +81,45 @@ class RankRecipe:
         run_id: of rank 0's trace.
         processors: see `nvtrace.recorder.record`.
         existing: the same.
+        files: which files rank 0 has made for the others, by rank.
     """
 
     path: Path
     run_id: str
     processors: tuple[Processor, ...]
     existing: Existing
+    files: dict[int, tuple[Path, stat_result]] = field(default_factory=dict)
+
+    def make(self, num_ranks: int, beside: Path) -> Iterator[Made]:
+        """Make the other ranks' files, in rank 0's process: so they have one owner, and one end.
+
+        Args:
+            num_ranks: of the engine.
+            beside: where rank 0's trace is by now; another run may have renamed it.
+        """
+        for rank in range(1, num_ranks):
+            made = make(rank_path(beside, rank), self.existing)
+            if made.path is not None:
+                self.files[rank] = made.path, os.fstat(made.file.fileno())
+            yield made
 
     def __call__(self, rank: int) -> RankRecorder:
         """Open the rank's file."""
-        sink, _ = open_sink(rank_path(self.path, rank), existing=self.existing)
+        path = rank_path(self.path, rank)
+        made = reopened(*self.files[rank]) if rank in self.files else None
+        sink = sink_of(make(path, self.existing) if made is None else made, path)
         return RankRecorder(sink, rank, self.run_id, self.processors)
 
 
 def keep_ranks(path: Path, kept: Path) -> None:
-    """After rank 0's old trace was renamed from `path` to `kept`: let the others' go with it."""
+    """After rank 0's old trace was renamed from `path` to `kept`: let the others' go with it.
+
+    One whose name is taken stays where it is.
+    """
     for rank in count(1):
         old = rank_path(path, rank)
-        if not old.is_file():
+        if move(old, [rank_path(kept, rank)], is_plain) is None:
             return
-        old.rename(rank_path(kept, rank))
 
 
 def shared_run_id(run_id: str, world_size: int) -> str:

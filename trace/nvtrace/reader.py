@@ -19,9 +19,8 @@ from __future__ import annotations
 import heapq
 import io
 import sys
-from collections import Counter
-from itertools import chain, pairwise
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -37,6 +36,7 @@ from nvtrace.envelope import (
     decode,
     decode_events,
 )
+from nvtrace.tally import Tally
 from nvtrace.unpack import BombError, UnpackError, unpacked
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 _MAX_WORLD_SIZE = 4096  # each rank's file is looked for
 _MAX_MESSAGE_LEN = 200  # of a decoder that quotes what it was given
 _BLOCK_BYTES = 32 * 1024  # some hundred records: what a core has close by
-_EVENT_ID = attrgetter("event_id")
 _SAVE_AS = "save it as UTF-8 without a byte order mark"
 _NO_TEXT = {  # what a file begins with, and what it is then
     b"\xef\xbb\xbf": f"UTF-8 with a byte order mark; {_SAVE_AS}",
@@ -216,12 +215,13 @@ def _keyed(rank: int, records: Iterable[Record]) -> Iterator[tuple[tuple[int, bo
 def _decoded(
     blocks: Iterator[tuple[int, list[bytes]]], name: str | Path, warn: Callable[[str], None]
 ) -> Iterator[list[Record]]:
-    tally = _Tally()
+    tally = Tally()
     for number, lines in blocks:
         records, problem = _all_at_once(lines) if tally.has_header else None, None
         if records is None:
             records, problem = _one_by_one(lines, number, name, has_header=tally.has_header)
-        tally.count(records)
+        if tally.count(records):  # said at once, since what is made of the rest may fail
+            warn(f"{name}: events were dropped on purpose, by record(processors=...)")
         if records:
             yield records
             del records  # so that they go before the next ones come
@@ -285,65 +285,6 @@ def _one_by_one(
         has_header = True
         records.append(record)
     return records, None
-
-
-class _Tally:
-    """Counts what is not known, and what is not there: events are numbered without gaps."""
-
-    def __init__(self) -> None:
-        self._last: Record | None = None
-        self._num_after_footer: int | None = None  # None before there is one
-        self._last_id = 0
-        self._num_missing = 0
-        self._unknown: Counter[str] = Counter()
-
-    @property
-    def has_header(self) -> bool:
-        """Has the header come? It is the first of all."""
-        return self._last is not None
-
-    def count(self, records: list[Record]) -> None:
-        """Count some more of them."""
-        if not records:
-            return
-        self._last = records[-1]
-        if self._num_after_footer is not None:
-            self._num_after_footer += len(records)
-        elif Footer in (types := [*map(type, records)]):
-            self._num_after_footer = len(types) - 1 - types.index(Footer)
-        try:
-            event_ids = [*map(_EVENT_ID, records)]
-        except AttributeError:  # a header, or events that are not known
-            event_ids = [*self._numbers(records)]
-        if event_ids != [*range(self._last_id + 1, self._last_id + 1 + len(event_ids))]:
-            for before, event_id in pairwise([self._last_id, *event_ids]):
-                self._num_missing += max(event_id - before - 1, 0)
-        if event_ids:
-            self._last_id = event_ids[-1]
-
-    def _numbers(self, records: list[Record]) -> Iterator[int]:
-        for record in records:
-            event_id: object = None
-            if isinstance(record, Unknown):
-                self._unknown[record.event] += 1
-                event_id = record.fields.get("event_id")
-            elif not isinstance(record, Header):
-                event_id = record.event_id
-            if isinstance(event_id, int):
-                yield event_id
-
-    def complaints(self, name: str | Path) -> Iterator[str]:
-        if self._unknown:
-            kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self._unknown.items()))
-            yield f"{name}: events of a newer nvtrace were passed over: {kinds}"
-        if self._num_missing:
-            missing = f"{self._num_missing} events are missing"
-            yield f"{name}: {missing}, by the numbers of those that are there"
-        if self._num_after_footer:
-            behind = f"{self._num_after_footer} lines come after the footer"
-            yield f"{name}: {behind}, which should be the last"
-        if self._num_after_footer is None:
-            yield f"{name} has no footer: the run was cut off; everything it wrote was read"
 
 
 def _check_header(record: Record, name: str | Path) -> None:

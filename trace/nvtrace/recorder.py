@@ -24,7 +24,7 @@ from typing_extensions import override
 from nanovllm.observer import Observer
 from nanovllm.parallel.launch import Launch
 from nvtrace import events as ev
-from nvtrace.pipeline import Existing, Sink, open_sink
+from nvtrace.pipeline import Sink, open_sink
 from nvtrace.reader import rank_path
 from nvtrace.writer import Exit, TraceWriter, said
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from nanovllm.errors import RequestRefusedError
     from nanovllm.utils.loader import LoadedWeights
     from nanovllm.utils.model_config import ModelConfig
+    from nvtrace.files import Existing, Made
+    from nvtrace.ranks import RankRecipe
 
 
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
@@ -78,10 +80,12 @@ def record(
             {"event": name, "record": struct} and may raise structlog.DropEvent. With tensor
             parallelism they are pickled for the other ranks.
         tap: called with the events of each step, after they are written.
-        existing: "keep" renames a file that is there, "replace" overwrites it, "error" raises.
+        existing: "keep" renames a file that is there, "replace" puts the new one in its place,
+            "error" raises. A link is followed; a pipe or a device is written.
 
     Yields:
-        The observer to hand to one `LLM`.
+        The observer to hand to one `LLM`. Another run that takes the same name renames this trace:
+        where it is then, `observer.trace.sink.place` says after the end.
 
     Raises:
         OSError: the file cannot be created.
@@ -126,7 +130,8 @@ class Recorder(Observer):
         self.trace = TraceWriter(sink, processors, tap)
         self.rank = rank
         self.kept: Path | None = None
-        self.recipe: Callable[[int], Observer] | None = None
+        self.recipe: RankRecipe | None = None
+        self._others: list[Made] = []  # the files of the other ranks, in rank 0's process
         self._marks = _StepMarks(0)
         self._gpu_ns: int | None = None  # of this step, as far as it is known
         self._last_init = self._init_start = 0
@@ -154,6 +159,30 @@ class Recorder(Observer):
             is_stop = isinstance(error, KeyboardInterrupt)
             self.close("interrupted" if is_stop else "error", type(error).__name__)
 
+    def undo(self) -> Path | None:
+        """Undo what the recording did to files, before it ends: no engine came of it.
+
+        The files that it made are removed, by whatever names. Older ones get their names back, if
+        nobody else has them now.
+
+        Returns:
+            Where an older trace is that could not get its name back; None if there is none.
+        """
+        from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - its recorder is one of ours
+
+        for made in self._others:
+            made.undo()
+        own = self.trace.sink.made
+        if own is None or not own.undo() or own.path is None or own.kept is None:
+            return self.kept
+        if self.recipe is not None:
+            keep_ranks(own.kept, own.path)
+        return None
+
+    def _own_place(self) -> Path:
+        own, path = self.trace.sink.made, self.recipe.path if self.recipe else Path()
+        return path if own is None else next(iter(own.names()), path)
+
     # -- bootstrap, init -------------------------------------------------------------------------
 
     @override
@@ -163,6 +192,8 @@ class Recorder(Observer):
         from nvtrace.ranks import shared_run_id  # noqa: PLC0415 - its recorder is one of ours
 
         world_size = config.tensor_parallel_size
+        if self.recipe is not None and world_size > 1:
+            self._others.extend(self.recipe.make(world_size, self._own_place()))
         self.trace.run_id = shared_run_id(self.trace.run_id, world_size)
         self.trace.write_header(
             asdict(config), asdict(model_config), self.rank, world_size, _gpu_name(config.device)
@@ -582,7 +613,11 @@ class Recorder(Observer):
             exit_: how the recording ended.
             error_type: the name of the exception that ended it, if one did.
         """
-        self.trace.close(exit_, error_type)
+        try:
+            self.trace.close(exit_, error_type)
+        finally:
+            for made in self._others:
+                made.file.close()
 
     def _since_last_init(self) -> int:
         now = self.trace.now()

@@ -22,6 +22,7 @@ from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts
 from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes_of, field_types
+from nvtrace.files import written
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ def main(arguments: list[str]) -> int:
     for name, content in documents().items():
         path = Path(arguments[0]) / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        with written(path) as file:
+            file.write(content.encode())
         sys.stdout.write(f"{path}\n")
     return 0
 

@@ -3,8 +3,8 @@
 Knows the format: the structs (which are the JSON Schema) and the rules of the envelope. Does not
 know what events mean: whether they fit together is `nvtrace.check`'s question.
 
-    header first and once; event_id 1, 2, 3 ...; ts_ns and step never go back; footer last, and it
-    counts the events
+    header first and once; event_id 1, 2, 3 ... (with gaps if the header says that events were
+    dropped); ts_ns and step never go back; footer last, and it counts the events
 
 A reader stops at the first line that is no record; this goes on. What a newer minor version may
 do (fields and events that are not known here) is no fault, nor is a trace without a footer.
@@ -51,11 +51,13 @@ class Validator:
         num_lines: lines so far that are not blank.
         num_unknown: of them, events that only a newer version knows.
         has_footer: has the footer come?
+        has_gaps: were events dropped on purpose?
     """
 
     def __init__(self) -> None:
         self.num_lines = self.num_unknown = 0
-        self.has_footer = False
+        self.has_footer = self.has_gaps = False
+        self._is_filtered = False  # may events be missing?
         self._num_events = 0
         self._last_id: int | None = 0  # None: the line before could not be read
         self._last_ts_ns = self._last_step = 0
@@ -87,6 +89,7 @@ class Validator:
             yield from self._footer(number, record)
 
     def _header(self, number: int, header: Header, *, is_first: bool) -> Iterator[Fault]:
+        self._is_filtered = header.is_filtered
         if not is_first:
             yield Fault(number, "second_header")
         if header.schema != SCHEMA:
@@ -103,7 +106,9 @@ class Validator:
         else:
             event_id = record.event_id
         wanted = None if self._last_id is None else self._last_id + 1
-        if wanted is not None and event_id != wanted:
+        if self._is_filtered and wanted and isinstance(event_id, int) and event_id > wanted:
+            self.has_gaps = True
+        elif wanted is not None and event_id != wanted:
             yield Fault(number, "event_id", {"have": _shown(event_id), "wanted": wanted})
         self._last_id = event_id if isinstance(event_id, int) else None
 
@@ -121,8 +126,9 @@ class Validator:
 
     def _footer(self, number: int, footer: Footer) -> Iterator[Fault]:
         self.has_footer = True
-        if footer.num_events != self._num_events:
-            facts = {"have": footer.num_events, "counted": self._num_events}
+        counted = self._num_events + footer.num_dropped
+        if footer.num_events != counted:
+            facts = {"have": footer.num_events, "counted": counted}
             yield Fault(number, "num_events", facts)
 
 
@@ -151,6 +157,8 @@ def validate(
         raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
     if validator.num_unknown:
         warn(f"{name}: {validator.num_unknown} events are of a newer nvtrace")
+    if validator.has_gaps:
+        warn(f"{name}: events were dropped on purpose, by record(processors=...)")
     if not validator.has_footer:
         warn(f"{name} has no footer: the run was cut off")
 

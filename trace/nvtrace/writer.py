@@ -64,7 +64,8 @@ class TraceWriter:
     Attributes:
         step: the engine_step that is under way; None between steps.
         batch_phase: whether that step is a prefill or a decode.
-        num_events: events written so far, the lost ones counted in.
+        num_events: events so far, those counted in that are not in the trace.
+        num_dropped: events that a processor dropped.
         num_lost: events that could not be written.
         has_header: was the first line written?
         run_id: which run this is, for the header. All ranks of a run have the same.
@@ -79,10 +80,11 @@ class TraceWriter:
         self.sink = sink
         self.step: int | None = None
         self.batch_phase: Literal["prefill", "decode", "mixed"] = "prefill"
-        self.num_events = 0
-        self.num_lost = 0
+        self.num_events = self.num_dropped = self.num_lost = 0
         self.has_header = False
         self.run_id = uuid.uuid4().hex
+        processors = tuple(processors)
+        self._is_filtered = bool(processors)
         self._logger = make_logger(sink, processors)
         self._tap = tap
         self._notes: deque[_Note] = deque()
@@ -101,9 +103,8 @@ class TraceWriter:
         now = self.now()
         if not self._is_closed:
             self._notes.append(_Note(cls, now, phase, fields))
-        elif not self._is_late:
-            self._is_late = True
-            self.sink.report("the trace is closed; what the engine does from now on is not in it")
+        else:
+            self._say_once("the trace is closed; what the engine does from now on is not in it")
         return now
 
     def add_grouped(
@@ -124,8 +125,19 @@ class TraceWriter:
         for name, values in lists.items():
             fields[name][-1].extend(values)
 
+    def _say_once(self, why: str) -> None:
+        if not self._is_late:
+            self._is_late = True
+            self.sink.report(why)
+
     def drain(self) -> None:
         """Build, number and write everything noted; flush; tell the tap."""
+        if self.sink.is_forked:
+            self._notes.clear()
+            self._say_once(
+                "this process is a fork, and the trace is its parent's: nothing is added"
+            )
+            return
         with self._turn:
             events = [] if self._is_closed else self._write_notes()
             if events:
@@ -134,7 +146,9 @@ class TraceWriter:
             self._tap(events)
 
     def close(self, exit_: Exit, error_type: str | None = None) -> None:
-        """Drain, write the footer, close the file. A second call does nothing."""
+        """Drain, write the footer, close the file. A second call, or a fork's, does nothing."""
+        if self.sink.is_forked:  # before it takes a turn: a thread that is not here may have it
+            return
         with self._turn:
             if self._is_closed:
                 return
@@ -153,6 +167,7 @@ class TraceWriter:
             Footer(
                 event_id=self.num_events + 1,
                 num_events=self.num_events,
+                num_dropped=self.num_dropped,
                 exit=exit_,
                 error_type=error_type,
             )
@@ -171,13 +186,14 @@ class TraceWriter:
                     phase=note.phase or self.batch_phase,
                     **note.fields,
                 )
-                self._logger.emit(event)
+                is_written = self._logger.emit(event)
             except Exception as error:  # noqa: BLE001 - a processor may raise anything
                 self._notes.popleft()
                 self.num_events += 1
                 self._lose(str(note.cls.__struct_config__.tag), error)
             else:
                 self.num_events += 1
+                self.num_dropped += not is_written
                 self._notes.popleft()
                 events.append(event)
         return events
@@ -238,5 +254,6 @@ class TraceWriter:
                 ),
                 model=self._encodable(model),
                 config=self._encodable(config),
+                is_filtered=self._is_filtered,
             )
         )

@@ -53,7 +53,11 @@ class Checker:
 
         Of one event at most one finding for each invariant is told. A later one may be no more than
         a consequence of an earlier one.
+
+        Raises:
+            InconsistentTraceError: events were dropped on purpose.
         """
+        self._refuse_gap(record)
         found: list[Finding] = []
         match record:
             case Header():
@@ -76,6 +80,15 @@ class Checker:
         found = [*{finding.invariant: finding for finding in reversed(found)}.values()][::-1]
         self.num_findings += len(found)
         return found
+
+    def _refuse_gap(self, record: Record) -> None:
+        header, last = self._ledger.header, self._ledger.last_id
+        is_meant = header is not None and header.is_filtered
+        if is_meant and getattr(record, "event_id", last) > last + 1:
+            raise InconsistentTraceError(
+                f"after event {last}, events were dropped on purpose, by record(processors=...): a "
+                "check needs all of them"
+            )
 
     def _check(self, event: ev.AnyEvent) -> Iterator[Finding]:
         ledger = self._ledger

@@ -117,6 +117,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     ("times", "ts_ns"),
     ("phases", "phase"),
     ("exit", "exit"),
+    (whole(0, 0), "num_dropped"),  # a trace that lacks events is refused
     (or_null(text), "TRACE_FOOTER.error_type"),
     (text, "schema run_id created name engine.version source"),
     (one_of("ns"), "unit"),
@@ -137,7 +138,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     (one_of("hybrid", "flash_attn", "triton", "sdpa"), "attention_backend"),
     ("settings", "attention_reason TP_RUNTIME_INIT.device CUDAGRAPH_SKIP.reason"),
     (flag, "enforce_eager enable_prefix_caching fused_kernels ignore_eos is_ahead"),
-    (flag, "tie_word_embeddings attention_bias has_block_tables"),
+    (flag, "is_filtered tie_word_embeddings attention_bias has_block_tables"),
     (whole(0, 2**64 - 1), "seed"),
     # the model's shape, and the start
     (whole(1), "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"),

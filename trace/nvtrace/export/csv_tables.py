@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace.export import json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
+from nvtrace.files import together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
-    """Write the tables that have rows; files of the same names are written anew.
+    """Write the tables that have rows: all of them, or none. Files of their names are replaced.
 
     Args:
         records: what `read_ranks` yields.
@@ -41,12 +42,12 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
     """
     num_rows = 0
     writers: dict[str, Any] = {}
-    with ExitStack() as files:
+    with together() as draft_of, ExitStack() as files:
         for rank, record in records:
             name = table_of(record)
             if name not in writers:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = (folder / f"{name}.csv").open("w", encoding="utf-8", newline="")
+                draft = draft_of(folder / f"{name}.csv")
+                file = draft.open("w", encoding="utf-8", newline="")
                 writers[name] = csv.writer(files.enter_context(file))
                 names = [column.name for column in TABLES[name] if column.name != "rank"]
                 writers[name].writerow(["rank", *names])

@@ -15,6 +15,7 @@ Knows pyarrow, which is loaded at the first use. Does not know what is in the ta
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib import import_module
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
@@ -23,6 +24,7 @@ from urllib.parse import quote
 from nvtrace.envelope import Header
 from nvtrace.export import ExportError, json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
+from nvtrace.files import together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +39,7 @@ _LONGEST_RUN_ID = 200  # of a folder's name, which may have 255 bytes
 
 
 def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
-    """Write a run's part of the warehouse.
+    """Write a run's part of the warehouse: all of its files, or none.
 
     Args:
         records: what `read_ranks` yields.
@@ -55,7 +57,7 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
     num_rows = 0
     run_ids: dict[int, str] = {}
     parts: dict[tuple[str, int], _Part] = {}
-    try:
+    with together() as draft_of, ExitStack() as files:
         for rank, record in records:
             if isinstance(record, Header):
                 run_ids[rank] = record.run_id
@@ -63,14 +65,12 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
             if key not in parts:
                 run_id = quote(run_ids[rank], safe="")[:_LONGEST_RUN_ID]
                 place = folder / key[0] / f"run_id={run_id}" / f"rank={rank}"
-                parts[key] = _Part(arrow, place, key[0])
+                parts[key] = _Part(arrow, draft_of(place / "part.parquet"), key[0])
+                files.callback(parts[key].close)
             parts[key].add(row_of(record))
             num_rows += 1
         for part in parts.values():
-            part.publish()
-    finally:
-        for part in parts.values():
-            part.close()
+            part.flush()
     return num_rows
 
 
@@ -79,20 +79,18 @@ class _Part:
 
     Args:
         arrow: the module pyarrow.
-        folder: where it goes; made if it is not there.
+        file: to write to. No name of a data file: whoever queries passes over it.
         table: the name of its table.
     """
 
-    def __init__(self, arrow: Any, folder: Path, table: str) -> None:  # noqa: ANN401 - pyarrow has no types
+    def __init__(self, arrow: Any, file: Path, table: str) -> None:  # noqa: ANN401 - pyarrow has no types
         self._arrow = arrow
         self._table = table
         self._columns = TABLES[table]
         kept = [column for column in self._columns if column.name not in _PARTITIONS]
         self._schema = arrow.schema([(column.name, _arrow_type(arrow, column)) for column in kept])
         self._rows: list[tuple[Any, ...]] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        self._unfinished = folder / ".part.parquet"  # whoever queries passes over hidden files
-        self._writer = arrow.parquet.ParquetWriter(self._unfinished, self._schema)
+        self._writer = arrow.parquet.ParquetWriter(file, self._schema)
 
     def add(self, row: tuple[Any, ...]) -> None:
         """Take in a row; every few thousand are written."""
@@ -114,16 +112,9 @@ class _Part:
         self._writer.write_table(self._arrow.table(arrays, schema=self._schema))
         self._rows = []
 
-    def publish(self) -> None:
-        """All rows are there: put the file in its place."""
-        self.flush()
-        self._writer.close()
-        self._unfinished.replace(self._unfinished.with_name("part.parquet"))
-
     def close(self) -> None:
-        """Close the file, and leave nothing behind that was not published."""
+        """Close the file."""
         self._writer.close()
-        self._unfinished.unlink(missing_ok=True)
 
     def _array(self, name: str, cells: list[Any]) -> Any:  # noqa: ANN401 - pyarrow has no types
         try:

@@ -8,36 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.policies import POLICIES
-from nanovllm.gpu.attention_choice import (
-    ATTENTION_BACKENDS,
-    attention_facts,
-    can_fuse,
-    choose_attention,
-)
+from nanovllm.gpu.attention_choice import attention_facts, can_fuse, choose_attention
 from nanovllm.utils.devices import gpu_capability, resolve_device, resolve_dtype
-from nanovllm.utils.options import choice, real_number, truth, whole_number
+from nanovllm.utils.engine_options import check_split, checked_options
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from nanovllm.utils.model_config import ModelConfig
 
-_WHOLE_NUMBERS = (
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "tensor_parallel_size",
-    "kvcache_block_size",
-)
-_LONGEST_TIMEOUT = 7 * 24 * 3600.0
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Config:
     """Settings of one engine.
 
@@ -60,7 +46,7 @@ class Config:
         attention_backend: "hybrid", "flash_attn", "triton", "sdpa", or "auto": the first of these
             that runs here (gpu/attention_choice.py).
         attention_reason: why that one; no option, but found.
-        fused_kernels: on a GPU, compute with the kernels of layers/kernels instead of torch's.
+        fused_kernels: on a GPU, compute with the kernels of gpu/kernels instead of torch's.
         policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).
         enable_prefix_caching: share the KV pages of equal prefixes.
         seed: requests without a seed get one made from this and their number.
@@ -83,7 +69,7 @@ class Config:
     policy: str = "prefill_first"
     enable_prefix_caching: bool = True
     seed: int = 0
-    attention_reason: str = field(default="not_recorded", init=False)
+    attention_reason: str = "not_recorded"
 
     @classmethod
     def create(cls, model: str | Path, options: dict[str, Any]) -> Config:
@@ -93,15 +79,13 @@ class Config:
             TypeError: an option has an unknown name, or a value of the wrong type.
             ValueError: a value is out of range.
         """
-        known = [f.name for f in dataclasses.fields(cls) if f.init and f.name != "model"]
+        known = [f.name for f in dataclasses.fields(cls)[1:] if f.name != "attention_reason"]
         for name in options:
             if name not in known:
                 raise TypeError(f"LLM() has no option {name!r}; it has: {', '.join(known)}")
-        config = cls(str(Path(model).expanduser()), **options)
-        config._check()
-        return config
+        return cls(str(Path(model).expanduser()), **checked_options(options, POLICIES))
 
-    def resolve(self, model_config: ModelConfig, asked: Collection[str] = ()) -> None:
+    def resolve(self, model_config: ModelConfig, asked: Collection[str] = ()) -> Config:
         """Replace every "auto" by what it means for this model on this machine.
 
         Args:
@@ -109,85 +93,31 @@ class Config:
             asked: the options that the caller's caller has set. If max_model_len is one and must
                 be lowered, a warning there says so.
 
+        Returns:
+            The settings as the engine will use them.
+
         Raises:
             ValueError: the model cannot be split into `tensor_parallel_size` equal parts, or the
                 device, dtype or attention backend asked for is not to be had here.
         """
-        _check_split(self.tensor_parallel_size, model_config)
-        self.device = resolve_device(self.device)
-        capability = gpu_capability(self.device)
-        self.dtype = resolve_dtype(self.dtype, self.device, model_config.dtype, capability)
+        check_split(self.tensor_parallel_size, model_config)
+        device = resolve_device(self.device)
+        capability = gpu_capability(device)
+        dtype = resolve_dtype(self.dtype, device, model_config.dtype, capability)
         facts = attention_facts(
-            self.device, capability, self.dtype, model_config.head_dim, self.kvcache_block_size
+            device, capability, dtype, model_config.head_dim, self.kvcache_block_size
         )
-        chosen = choose_attention(self.attention_backend, facts)
-        self.attention_backend, self.attention_reason = chosen
-        self.fused_kernels &= self.device == "cuda" and can_fuse(facts)
+        backend, reason = choose_attention(self.attention_backend, facts)
         longest = model_config.max_position_embeddings
-        if self.max_model_len > longest:
-            if "max_model_len" in asked:
-                lowered = f"max_model_len={self.max_model_len} is lowered to {longest}"
-                warnings.warn(f"{lowered}: the model has no more positions", stacklevel=3)
-            self.max_model_len = longest
-
-    def _check(self) -> None:
-        for name in _WHOLE_NUMBERS:
-            value = whole_number(name, getattr(self, name), at_least=1, below=2**31)
-            setattr(self, name, value)
-        if self.num_kvcache_blocks is not None:
-            name = "num_kvcache_blocks"
-            value = whole_number(name, self.num_kvcache_blocks, at_least=1, below=2**31)
-            self.num_kvcache_blocks = value
-        self.seed = whole_number("seed", self.seed, at_least=0, below=2**64)
-        self.gpu_memory_utilization = real_number(
-            "gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, with_low=False
+        if self.max_model_len > longest and "max_model_len" in asked:
+            lowered = f"max_model_len={self.max_model_len} is lowered to {longest}"
+            warnings.warn(f"{lowered}: the model has no more positions", stacklevel=3)
+        return dataclasses.replace(
+            self,
+            device=device,
+            dtype=dtype,
+            attention_backend=backend,
+            attention_reason=reason,
+            fused_kernels=self.fused_kernels and device == "cuda" and can_fuse(facts),
+            max_model_len=min(self.max_model_len, longest),
         )
-        self.distributed_timeout = real_number(
-            "distributed_timeout",
-            self.distributed_timeout,
-            low=0,
-            high=_LONGEST_TIMEOUT,
-            with_low=False,
-        )
-        truth("enforce_eager", self.enforce_eager)
-        truth("enable_prefix_caching", self.enable_prefix_caching)
-        truth("fused_kernels", self.fused_kernels)
-        self.device = choice("device", self.device, ("auto", "cpu", "cuda"))
-        dtypes = ("auto", "float32", "float16", "bfloat16")
-        self.dtype = choice("dtype", self.dtype, dtypes)
-        backends = ("auto", *ATTENTION_BACKENDS)
-        self.attention_backend = choice("attention_backend", self.attention_backend, backends)
-        self.policy = choice("policy", self.policy, tuple(POLICIES))
-        if self.max_model_len < 2:  # noqa: PLR2004 - one token of prompt, one of completion
-            raise ValueError("max_model_len must be at least 2: one token in, one out")
-
-
-def _check_split(num_ranks: int, model: ModelConfig) -> None:
-    """Can each rank have as many attention heads, and as much of the MLP, as any other?
-
-    Fewer KV heads than ranks are replicated, if each can have equally many copies. The vocabulary
-    need not come out even: it is padded.
-    """
-    for name in ("num_attention_heads", "intermediate_size"):
-        whole = getattr(model, name)
-        if whole % num_ranks:
-            raise _uneven_split(num_ranks, model, f"it does not divide {name}={whole}")
-    num_kv_heads = model.num_key_value_heads
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        what = f"neither it nor num_key_value_heads={num_kv_heads} divides the other"
-        raise _uneven_split(num_ranks, model, what)
-
-
-def _uneven_split(num_ranks: int, model: ModelConfig, what: str) -> ValueError:
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
-    possible = [
-        str(number)
-        for number in range(1, num_heads + 1)
-        if num_heads % number == 0
-        and model.intermediate_size % number == 0
-        and (num_kv_heads % number == 0 or number % num_kv_heads == 0)
-    ]
-    return ValueError(
-        f"this model cannot be split by tensor_parallel_size={num_ranks}: {what}; "
-        f"it can be by {', '.join(possible)}"
-    )

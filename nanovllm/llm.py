@@ -46,7 +46,7 @@ class LLM(LLMEngine):
         observer = SILENT if observer is None else observer
         config = Config.create(model, options)
         self.model_config = ModelConfig.from_folder(config.model)
-        config.resolve(self.model_config, options)
+        config = config.resolve(self.model_config, options)
         observer.engine_init(config, self.model_config)
         tokenizer = Tokenizer(config.model)
         tokenizer.load(self.model_config.vocab_size)  # a broken one is refused now, not later

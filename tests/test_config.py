@@ -183,15 +183,14 @@ def test_a_home_folder_may_be_written_as_a_tilde(
 
 
 def test_every_auto_is_resolved(folder: Path) -> None:
-    config = Config.create(folder, {})
-    config.resolve(ModelConfig.from_folder(folder))
+    config = Config.create(folder, {}).resolve(ModelConfig.from_folder(folder))
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "sdpa")
     assert config.max_model_len == 512, "the model has no more positions"
 
 
 def test_what_was_given_stays_when_auto_is_resolved(folder: Path) -> None:
     config = Config.create(folder, {"dtype": "bfloat16", "max_model_len": 100})
-    config.resolve(ModelConfig.from_folder(folder))
+    config = config.resolve(ModelConfig.from_folder(folder))
     assert (config.dtype, config.max_model_len) == ("bfloat16", 100)
 
 

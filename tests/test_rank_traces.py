@@ -174,7 +174,6 @@ def told(recorder: RankRecorder, oracle: Oracle) -> None:
     """Tell a recorder what a worker hears."""
     config = Config.create(oracle.folder, {"tensor_parallel_size": 3})
     model_config = ModelConfig.from_folder(oracle.folder)
-    config.tensor_parallel_size = 3
     recorder.engine_init(config, model_config)
     recorder.tp_runtime_init(2, 3, "cpu", "gloo")
     recorder.step_start(1)

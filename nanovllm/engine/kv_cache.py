@@ -20,15 +20,14 @@ with its own heads; so there are as many pages as the rank with the least room h
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from nanovllm.errors import KVCacheError
 from nanovllm.parallel.tensor_parallel import ALONE
+from nanovllm.utils.devices import cpu_memory, gpu_memory
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -181,45 +180,3 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise refusal from error
-
-
-def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total, free
-
-
-def cpu_memory() -> tuple[int, int]:
-    """Total and free bytes of this machine's memory, or of the container's share of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = _meminfo_available() or total // 2  # where the system does not say: assume half
-    limit, used = _cgroup_memory()
-    if limit is not None and limit < total:
-        return limit, max(min(limit - used, free), 0)
-    return total, min(free, total)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _cgroup_memory() -> tuple[int | None, int]:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = int((root / "memory.current").read_text(encoding="ascii"))
-        stat = (root / "memory.stat").read_text(encoding="ascii").split()
-    except OSError:
-        return None, 0
-    if limit == "max":
-        return None, 0
-    # Cached files are given back on demand: they do not count as used.
-    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
-    return int(limit), max(used - cached, 0)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
@@ -28,6 +27,7 @@ from nanovllm.outputs import (
     refused_stream_output,
     stream_output,
 )
+from nanovllm.utils.input_processor import InputProcessor
 from nanovllm.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from nanovllm.config import Config
     from nanovllm.engine.core import Runner
-    from nanovllm.engine.input_processor import Request
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
     from nanovllm.observer import Observer
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.utils.input_processor import Request
     from nanovllm.utils.model_config import ModelConfig
     from nanovllm.utils.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.engine.core import Launched
-from nanovllm.engine.kv_cache import allocate_kv_cache, cpu_memory, estimate_budget, gpu_memory
+from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
@@ -39,6 +39,7 @@ from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.devices import cpu_memory, gpu_memory
 from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
@@ -106,7 +107,7 @@ class ModelRunner:
     # -- start -----------------------------------------------------------------------------------
 
     def _load(self, model_config: ModelConfig) -> None:
-        check_sizes(self.config.model, model_config, Qwen3ForCausalLM.shape_fields)
+        check_sizes(self.config.model, model_config)
         self._check_memory(model_config)
         backend = make_attention_backend(self.config.attention_backend)
         before = torch.get_default_dtype()

@@ -1,8 +1,8 @@
-"""Which attention backend runs, and why that one; and the backend itself.
+"""What an attention backend is, which one runs here, and why that one.
 
     hybrid        flash-attn for prefills, this project's kernels for decodes, faster there
     flash_attn    the flash-attn package for both
-    triton        this project's own kernels (layers/kernels) for both: any GPU that Triton knows
+    triton        this project's own kernels (gpu/kernels) for both: any GPU that Triton knows
     sdpa          torch's attention over gathered pages: anywhere, and the oracle of the others
 
 Knows what each of them needs, as one table of questions. What is installed is asked of the machine
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nanovllm.errors import AttentionBackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nanovllm.layers.attention import AttentionBackend
+    from torch import Tensor
+
+    from nanovllm.layers.context import Context
 
 ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
@@ -29,6 +31,55 @@ FLASH_CAPABILITY = (8, 0)
 HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
+
+
+class AttentionBackend(Protocol):
+    """One way to compute paged attention. It keeps nothing from one call to the next.
+
+    What all layers of a step share it may leave in `context.plan`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The word that chooses this backend."""
+        ...
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
+        ...
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        k_cache: Tensor | None,
+        v_cache: Tensor | None,
+        scale: float,
+        context: Context,
+    ) -> Tensor:
+        """Attend from any number of new tokens a sequence to its whole context, causally.
+
+        The new tokens are the last of the context. `k` and `v` are those of the new tokens alone.
+        Where `context.block_tables` is None they are the whole context; else the cache has it.
+
+        Returns:
+            (num_tokens, num_heads, head_dim), as `q` is.
+        """
+        ...
+
+    def decode(
+        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attend from one new token a sequence, already written, to its whole context.
+
+        Returns:
+            (num_seqs, num_heads, head_dim), as `q` is.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +181,7 @@ def make_attention_backend(name: str) -> AttentionBackend:
 
 
 def can_fuse(facts: AttentionFacts) -> bool:
-    """Can the model run through the kernels of layers/kernels? They ask what attention's do."""
+    """Can the model run through the kernels of gpu/kernels? They ask what attention's do."""
     return _obstacle("triton", facts) is None
 
 

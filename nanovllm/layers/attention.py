@@ -20,63 +20,14 @@ backend's. Does not know which blocks belong to whom: the context says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from nanovllm.layers.context import get_context
 
 if TYPE_CHECKING:
-    from nanovllm.layers.context import Context
-
-
-class AttentionBackend(Protocol):
-    """One way to compute paged attention. It keeps nothing from one call to the next.
-
-    What all layers of a step share it may leave in `context.plan`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The word that chooses this backend."""
-        ...
-
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
-        ...
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
-    ) -> Tensor:
-        """Attend from any number of new tokens a sequence to its whole context, causally.
-
-        The new tokens are the last of the context. `k` and `v` are those of the new tokens alone.
-        Where `context.block_tables` is None they are the whole context; else the cache has it.
-
-        Returns:
-            (num_tokens, num_heads, head_dim), as `q` is.
-        """
-        ...
-
-    def decode(
-        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """Attend from one new token a sequence, already written, to its whole context.
-
-        Returns:
-            (num_seqs, num_heads, head_dim), as `q` is.
-        """
-        ...
+    from nanovllm.gpu.attention_choice import AttentionBackend
 
 
 class Attention(nn.Module):

@@ -10,17 +10,19 @@ position p is turned by p * frequency[i]:
 
 The product of a query and a key then depends on the distance of their positions only.
 
-Knows RoPE as Qwen3 uses it, plain or stretched ("linear", "yarn"). Reads no configuration file.
+Knows RoPE as Qwen3 uses it. How a checkpoint for long texts stretches it is in
+`utils/rope_scaling.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from nanovllm.utils.rope_scaling import stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +66,10 @@ class RotaryEmbedding(nn.Module):
         self, head_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        frequencies = _frequencies(head_dim, theta, scaling)  # (head_dim / 2,)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / theta**exponents  # (head_dim / 2,): from 1 down to nearly 1 / theta
+        if scaling is not None:
+            frequencies = stretch(frequencies, theta, scaling)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
@@ -81,33 +86,3 @@ class RotaryEmbedding(nn.Module):
         """(num_tokens,) int64 -> the turning of those tokens."""
         cos, sin = self.cos_sin_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-
-
-def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return how far each pair of numbers turns from one position to the next, in radians."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents  # (head_dim / 2,): from 1 down to nearly 1 / theta
-    if scaling is None:
-        return frequencies
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor
-    kept = _yarn_kept_share(head_dim, theta, scaling)
-    return frequencies * kept + frequencies / scaling.factor * (1.0 - kept)
-
-
-def _yarn_kept_share(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where it slows it, or between."""
-
-    def pair_that_turns(num_turns: float) -> float:
-        """Which pair turns so often over the original length? Not a whole number, as a rule."""
-        wavelength = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(theta))
-
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # a step instead of a ramp, and no division by zero
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
-    return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)

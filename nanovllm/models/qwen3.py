@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nanovllm.layers.attention import AttentionBackend
+    from nanovllm.gpu.attention_choice import AttentionBackend
     from nanovllm.layers.rotary_embedding import Rotation
     from nanovllm.parallel.tensor_parallel import TensorParallel
     from nanovllm.utils.model_config import ModelConfig
@@ -168,26 +168,10 @@ class Qwen3ForCausalLM(nn.Module):
 
     Attributes:
         packed_modules_mapping: module here -> the modules of a checkpoint that it stacks.
-        shape_fields: module of a checkpoint -> for each dimension of its weight, the fields of the
-            configuration that it comes from. For errors.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    )
-    shape_fields: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
-            "q_proj": ("num_attention_heads, head_dim", "hidden_size"),
-            **dict.fromkeys(("k_proj", "v_proj"), ("num_key_value_heads, head_dim", "hidden_size")),
-            "o_proj": ("hidden_size", "num_attention_heads, head_dim"),
-            **dict.fromkeys(("gate_proj", "up_proj"), ("intermediate_size", "hidden_size")),
-            "down_proj": ("hidden_size", "intermediate_size"),
-            **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
-            **dict.fromkeys(
-                ("input_layernorm", "post_attention_layernorm", "norm"), ("hidden_size",)
-            ),
-        }
     )
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which device and data type an "auto" means.
+"""Which device and data type an "auto" means, and how much memory there is.
 
 Knows torch's view of the machine. Does not know the engine.
 
@@ -11,6 +11,9 @@ Knows torch's view of the machine. Does not know the engine.
 """
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import torch
 
@@ -62,3 +65,45 @@ def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple
 def gpu_capability(device: str) -> tuple[int, int]:
     """Return the compute capability of the GPU in use; (0, 0) of a CPU."""
     return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
+def cpu_memory() -> tuple[int, int]:
+    """Total and free bytes of this machine's memory, or of the container's share of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _meminfo_available() or total // 2  # where the system does not say: assume half
+    limit, used = _cgroup_memory()
+    if limit is not None and limit < total:
+        return limit, max(min(limit - used, free), 0)
+    return total, min(free, total)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = int((root / "memory.current").read_text(encoding="ascii"))
+        stat = (root / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return None, 0
+    if limit == "max":
+        return None, 0
+    # Cached files are given back on demand: they do not count as used.
+    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+    return int(limit), max(used - cached, 0)

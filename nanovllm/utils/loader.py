@@ -41,6 +41,18 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # by their largest numb
 LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's tensors begin with
 MOST_NAMES_SHOWN = 4
 
+# A tensor's module in a checkpoint -> for each dimension, the fields of config.json behind it.
+SHAPE_FIELDS = {
+    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
+    "q_proj": ("num_attention_heads, head_dim", "hidden_size"),
+    **dict.fromkeys(("k_proj", "v_proj"), ("num_key_value_heads, head_dim", "hidden_size")),
+    "o_proj": ("hidden_size", "num_attention_heads, head_dim"),
+    **dict.fromkeys(("gate_proj", "up_proj"), ("intermediate_size", "hidden_size")),
+    "down_proj": ("hidden_size", "intermediate_size"),
+    **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), ("hidden_size",)),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
@@ -134,15 +146,12 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
     return LoadedWeights(len(files), len(stored), num_bytes)
 
 
-def check_sizes(
-    folder: str | os.PathLike[str], config: ModelConfig, shape_fields: Mapping[str, tuple[str, ...]]
-) -> None:
+def check_sizes(folder: str | os.PathLike[str], config: ModelConfig) -> None:
     """Compare a configuration with the headers of the weights, before any module is built.
 
     Args:
         folder: the checkpoint's.
         config: what its config.json says.
-        shape_fields: see `Qwen3ForCausalLM`.
 
     Raises:
         WeightsError: a file is missing, broken or ambiguous, or a size is another in the files.
@@ -155,7 +164,7 @@ def check_sizes(
             "complete, and does config.json belong to it (look at num_hidden_layers = "
             f"{config.num_hidden_layers})?"
         )
-    for own_name, fields in shape_fields.items():
+    for own_name, fields in SHAPE_FIELDS.items():
         expected = tuple(math.prod(getattr(config, each) for each in f.split(", ")) for f in fields)
         for name in stored:
             if f".{name}".endswith(f".{own_name}.weight"):

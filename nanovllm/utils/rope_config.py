@@ -4,7 +4,7 @@
     before:          "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
 Knows which parameters each kind of scaling takes. How they bend the frequencies is known to
-`layers/rotary_embedding.py`.
+`rope_scaling.py`.
 """
 
 from __future__ import annotations

@@ -279,8 +279,7 @@ def make_engine(
 ) -> LLMEngine:
     """Build the real engine around the fake model."""
     observer = SILENT if observer is None else observer
-    config = Config.create("fake", {**asdict(settings), "device": "cpu"})
-    config.resolve(FAKE_MODEL)
+    config = Config.create("fake", {**asdict(settings), "device": "cpu"}).resolve(FAKE_MODEL)
     observer.engine_init(config, FAKE_MODEL)
     engine = LLMEngine(
         config=config,

@@ -85,10 +85,9 @@ def examine_machine() -> Machine:
     """Ask the machine. Loads torch."""
     import torch  # noqa: PLC0415 - `nvtrace --help` needs none
 
-    from nanovllm.engine.kv_cache import cpu_memory  # noqa: PLC0415 - the same
     from nanovllm.gpu.attention_choice import attention_facts, can_fuse, choose_attention  # noqa: PLC0415 - the same
     from nanovllm.layers.packed_weight import PackedWeight  # noqa: PLC0415 - the same
-    from nanovllm.utils.devices import gpu_capability, resolve_device, resolve_dtype  # noqa: PLC0415 - the same
+    from nanovllm.utils.devices import cpu_memory, gpu_capability, resolve_device, resolve_dtype  # noqa: PLC0415 - the same
 
     device = resolve_device("auto")
     capability = gpu_capability(device)

@@ -181,7 +181,7 @@ def check_prompts(scenario: Scenario, options: Options) -> None:
         ValueError: for this reason, or since the folder's configuration or tokenizer is broken.
     """
     from nanovllm.config import Config  # noqa: PLC0415 - loads torch
-    from nanovllm.engine.input_processor import InputProcessor  # noqa: PLC0415 - the same
+    from nanovllm.utils.input_processor import InputProcessor  # noqa: PLC0415 - the same
     from nanovllm.utils.model_config import ModelConfig  # noqa: PLC0415 - the same
     from nanovllm.utils.tokenizer import Tokenizer  # noqa: PLC0415 - the same
 

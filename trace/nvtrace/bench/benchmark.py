@@ -17,8 +17,8 @@ import torch
 
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.config import Config
-from nanovllm.engine.kv_cache import cpu_memory
 from nanovllm.errors import KVCacheError
+from nanovllm.utils.devices import cpu_memory
 from nanovllm.utils.model_config import ModelConfig
 from nvtrace.bench import BenchmarkError
 from nvtrace.bench.contenders import (
@@ -318,6 +318,4 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 def _resolved(folder: Path, plan: Plan) -> Config:
     """The engine's settings for this model, every "auto" replaced."""
-    config = Config.create(folder, _options(plan))
-    config.resolve(ModelConfig.from_folder(folder))
-    return config
+    return Config.create(folder, _options(plan)).resolve(ModelConfig.from_folder(folder))

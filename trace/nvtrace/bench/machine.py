@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.engine.kv_cache import cpu_memory, gpu_memory
+from nanovllm.utils.devices import cpu_memory, gpu_memory
 from nvtrace.bench.report import Machine
 from nvtrace.environment import version_of
 

@@ -2,7 +2,7 @@
 
 Knows the tokenizer and the vocabulary's size. Does not know limits that depend on the engine's
 state or pool (`Scheduler.check_request`). Whatever is wrong is said before anything is queued.
-vLLM's counterpart is `vllm/v1/engine/input_processor.py`.
+vLLM's counterpart is `vllm/v1/utils/input_processor.py`.
 """
 
 from __future__ import annotations

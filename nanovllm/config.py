@@ -111,7 +111,7 @@ class Config:
         longest = model_config.max_position_embeddings
         if self.max_model_len > longest and "max_model_len" in asked:
             lowered = f"max_model_len={self.max_model_len} is lowered to {longest}"
-            warnings.warn(f"{lowered}: the model has no more positions", stacklevel=3)
+            warnings.warn(f"{lowered}: the model has no more positions", stacklevel=4)
         return dataclasses.replace(
             self,
             device=device,

@@ -12,6 +12,7 @@ import pytest
 from nanovllm.sampling_params import SamplingParams
 from nvtrace.export.tables import TABLES
 from nvtrace.recorder import record
+from nvtrace.reference import type_name
 from support.docs import (
     DOCS,
     ROOT,
@@ -116,8 +117,8 @@ def test_the_page_of_traces_names_what_other_readers_of_json_stumble_on() -> Non
     types: dict[str, set[str]] = {}
     for columns in TABLES.values():
         for column in columns:
-            kind = str(column.type).removesuffix(" | None")
-            kind = "str" if "Literal" in kind else re.sub("tuple|list", "[", kind)
+            kind = type_name(column.type).removesuffix(" | None")
+            kind = "str" if kind.startswith('"') else re.sub("tuple|list", "[", kind)
             types.setdefault(column.name, set()).add(kind.partition(",")[0])
     ambiguous = {name for name, kinds in types.items() if len(kinds) > 1}
     assert ambiguous == {"model", "num_tokens", "block_ids", "hashes"}
@@ -230,10 +231,10 @@ $ make docs
 Words with `code` and a [link](other.md#there).
 
 ```py
-# nanovllm/engine/llm_engine.py
-def step(self) -> list[RequestOutput]:
+# nanovllm/engine/core.py
+def step(self) -> list[Sequence]:
 ...
-batch = self.scheduler.schedule()
+batch = self._schedule()
 ```
 """
 

@@ -159,7 +159,8 @@ def test_3_past_max_model_len_goes_no_position_and_no_table(
 
 
 def test_3_past_the_models_own_positions_is_past_max_model_len(oracle: Oracle) -> None:
-    llm = make_llm(oracle.folder, max_model_len=4096, num_kvcache_blocks=200)
+    with pytest.warns(UserWarning, match="max_model_len=4096 is lowered to 512"):
+        llm = make_llm(oracle.folder, max_model_len=4096, num_kvcache_blocks=200)
     assert llm.config.max_model_len == 512
     [output] = llm.generate([[5] * 510], greedy_params(9))
     assert (len(output["token_ids"]), output["reason"]) == (2, "max_model_len")

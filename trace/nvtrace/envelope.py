@@ -212,12 +212,12 @@ def decode(line: bytes | str) -> Record:
         record: Record = _decoder.decode(line)
         if isinstance(record, Header):
             _ = record.facts  # before anybody counts with them
+            _check_number_sizes(record)
     except msgspec.ValidationError:
         unknown = _decode_unknown(line)
         if unknown is None:
             raise
         record = unknown
-    _check_number_sizes(record)
     return record
 
 
@@ -230,12 +230,18 @@ def decode_events(lines: Iterable[bytes]) -> list[Footer | AnyEvent]:
     return [*map(_event_decoder.decode, lines)]
 
 
-def _check_number_sizes(record: Record) -> None:
-    """Refuse whole numbers that nobody can count with, such as one of 400 digits.
+def decode_strictly(line: bytes | str) -> Record:
+    """As `decode`, and no whole number has more than 64 bits, as other readers want it.
 
-    For headers and for `nvtrace validate`: it takes half as long as decoding. In an event such a
-    number is an OverflowError to whoever counts with it.
+    This takes half as long again as decoding. Elsewhere such a number in an event is an
+    OverflowError to whoever counts with it.
     """
+    record = decode(line)
+    _check_number_sizes(record)
+    return record
+
+
+def _check_number_sizes(record: Record) -> None:
     try:
         _packer.encode(record)
     except OverflowError as error:

@@ -221,7 +221,7 @@ def _decoded(
         if records is None:
             records, problem = _one_by_one(lines, number, name, has_header=tally.has_header)
         if tally.count(records):  # said at once, since what is made of the rest may fail
-            warn(f"{name}: events were dropped on purpose, by record(processors=...)")
+            warn(f"{name}: the processors of record() did not let all events through")
         if records:
             yield records
             del records  # so that they go before the next ones come

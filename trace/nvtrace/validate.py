@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nvtrace.envelope import SCHEMA, Footer, Header, Record, Unknown, check_version, decode
+from nvtrace.envelope import SCHEMA, Footer, Header, Record, Unknown, check_version, decode_strictly
 from nvtrace.events import Event, tag_of
 from nvtrace.reader import UnreadableTraceError, name_of, open_trace, raw_lines
 
@@ -158,7 +158,7 @@ def validate(
     if validator.num_unknown:
         warn(f"{name}: {validator.num_unknown} events are of a newer nvtrace")
     if validator.has_gaps:
-        warn(f"{name}: events were dropped on purpose, by record(processors=...)")
+        warn(f"{name}: the processors of record() did not let all events through")
     if not validator.has_footer:
         warn(f"{name} has no footer: the run was cut off")
 
@@ -167,7 +167,7 @@ def _read(line: bytes) -> tuple[Record | None, tuple[str, dict[str, Any]] | None
     """The record, or (code, facts) of why it is none."""
     try:
         try:
-            return decode(line), None
+            return decode_strictly(line), None
         except msgspec.ValidationError as error:
             reason = str(error)
             value = msgspec.json.decode(line)

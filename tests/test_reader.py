@@ -335,9 +335,6 @@ def test_a_header_tells_of_counts_that_a_model_can_have(field: str) -> None:
         ("ENGINE_READY", "num_kvcache_blocks", -1),
         ("ENGINE_READY", "num_kvcache_blocks", 2**24 + 1),
         ("KV_BUDGET_ESTIMATE", "utilization", 1e308),
-        ("STEP_END", "wall_ns", 10**400),
-        ("NEWER", "number", 2**64),
-        ("SAMPLE_TOKENS", "token_ids", [-(2**63) - 1]),
     ],
 )
 @pytest.mark.parametrize("num_before", [0, 50])

@@ -73,6 +73,9 @@ def append_a_footer(lines: Lines) -> None:
         (put(21, step="five"), [(21, "not_the_schema")]),
         (put(21, phase="lunch"), []),  # a code may be any word
         (put(21, phase=7), [(21, "not_the_schema")]),
+        (put(21, ts_ns=10**400), [(21, "not_the_schema")]),
+        (put(21, newer=[2**64]), []),  # a field of a newer version
+        (put(21, event="NEWER", amount=-(2**63) - 1), [(21, "not_the_schema")]),
         (put(21, event_id=7), [(21, "event_id"), (22, "event_id")]),
         (put(21, ts_ns=1), [(21, "ts_back")]),
         (lambda lines: lines.insert(20, lines[0]), [(21, "second_header")]),

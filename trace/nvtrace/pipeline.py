@@ -48,7 +48,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 
     def emit(self, record: Header | Footer | Event) -> bool:
         """Send one record down the pipeline. Returns whether it came through."""
-        if len(self._processors) == 1:  # `encode` alone: nobody wants to see the dict
+        if self._processors == [encode]:  # nobody else wants to see the dict
             return bool(self._logger.write(encode(None, "write", {"record": record})))
         tag = str(record.__struct_config__.tag)
         return self._proxy_to_logger("write", tag, record=record) is not None

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens, and of the likeliest ones.
 
 They are those of the model's own distribution: before temperature, top-k and top-p (vLLM V1's
-default, "raw_logprobs"). Rows that ask for none are not even looked at.
+default, "raw_logprobs"). For rows that ask for none, nothing is computed.
 
 Knows logits and rows. Does not know requests.
 """

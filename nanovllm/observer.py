@@ -178,7 +178,7 @@ class Observer:
         """The model ran kernel by kernel; `reason` says why not as a CUDA graph."""
 
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
-        """The decode was launched as one graph, of `graph_batch_size` rows."""
+        """The decode was launched as one graph of `graph_batch_size` rows, perhaps ahead."""
 
     def gpu_time(self, gpu_ns: int) -> None:
         """The GPU was busy with this step for `gpu_ns`."""

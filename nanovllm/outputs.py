@@ -1,7 +1,7 @@
 """RequestOutput: what the caller gets back for one request.
 
-Knows vLLM's names of the finish reasons. Does not know the engine. vLLM's
-counterpart is `vllm/outputs.py`.
+Knows vLLM's names of the finish reasons. Does not know the engine.
+vLLM's counterpart is `vllm/outputs.py`.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Observer:
         """This step computes one token for each running sequence."""
 
     def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
-        """This step computes one token for running sequences, and prompts beside them."""
+        """This step computes one token for running sequences, and prompts as well."""
 
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int

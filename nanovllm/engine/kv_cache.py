@@ -5,7 +5,7 @@ counterpart is `determine_available_memory` in `vllm/v1/worker/`.
 
 `gpu_memory_utilization` is the share of the memory that all programs together may fill. On a GPU
 the engine takes all that is left of it. A made-up step of the largest size shows what a step needs
-beside the weights, and the rest is the cache's:
+besides the weights; the rest is for the cache:
 
     |<------------------ total * utilization ------------------>|
     | used: weights, and | peak - current: | graph |  KV blocks  |          |

@@ -39,7 +39,7 @@ class Sequence:
         seq_id: its number, counted by the engine it belongs to.
         token_ids: prompt and completion, one list.
         sampling_params: what the request asked for.
-        seed: what its random draws depend on, beside the position.
+        seed: what its random draws depend on, besides the position.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_num_tokens: it ends at this length; set by the scheduler when it is queued.
         end_token_ids: it also ends with each of these tokens; set by the scheduler, too.

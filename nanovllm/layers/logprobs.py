@@ -26,7 +26,7 @@ def sampled_logprobs(
     Args:
         logits: (num_rows, vocab_size) float32.
         token_ids: the sampled token of each row.
-        num_logprobs: how many of the likeliest tokens each row wants beside its own; None for
+        num_logprobs: how many of the likeliest tokens each row wants besides its own; None for
             nothing at all.
 
     Returns:

@@ -91,7 +91,7 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Attention, then MLP, each behind a norm and beside the residual stream."""
+    """Attention, then MLP. A norm comes before each, and its output is added to the residual."""
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel

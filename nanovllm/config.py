@@ -1,7 +1,7 @@
 """Config: the engine's settings, checked, with every "auto" resolved.
 
-Knows what a user may set and the rule behind each default. Does not know the checkpoint's shape
-(`utils/model_config.py`) beyond what the rules ask of it. Names are vLLM's and nano-vllm's.
+Knows what a user may set and the rule behind each default. Of the checkpoint's shape
+(`utils/model_config.py`) it knows only what these rules need. Names are vLLM's and nano-vllm's.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Config:
         max_num_seqs: sequences running at once, at most.
         max_model_len: length of prompt and completion together, at most; as many as the model has
             positions for (`ModelConfig.max_position_embeddings`) if that is less.
-        gpu_memory_utilization: how full the device's memory may be once the engine has its pages,
-            as a share of all of it: what other programs use counts.
+        gpu_memory_utilization: the share of the device's memory that may be in use once the engine
+            has its KV cache; what other programs use counts as well.
         tensor_parallel_size: processes that share the model, each with a part of every layer; on
             GPUs each has one of its own.
-        distributed_timeout: seconds that these processes may wait for the slowest among them.
+        distributed_timeout: seconds that these processes may wait for the slowest of them.
         enforce_eager: use no CUDA graphs.
-        kvcache_block_size: tokens a KV page holds.
-        num_kvcache_blocks: pages in the pool; None works it out from the memory.
+        kvcache_block_size: tokens a KV block holds.
+        num_kvcache_blocks: blocks in the pool; None works it out from the memory.
         device: "cpu", "cuda", or "auto": a GPU if torch sees one.
         dtype: float32, float16, bfloat16, or "auto" (utils/devices.py has the rule).
         attention_backend: "hybrid", "flash_attn", "triton", "sdpa", or "auto": the first of these
             that runs here (gpu/attention_choice.py).
-        attention_reason: why that one; no option, but found.
+        attention_reason: why that one; not an option, `resolve` sets it.
         fused_kernels: on a GPU, compute with the kernels of gpu/kernels instead of torch's.
         policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).
-        enable_prefix_caching: share the KV pages of equal prefixes.
+        enable_prefix_caching: share the KV blocks of equal prefixes.
         seed: requests without a seed get one made from this and their number.
     """
 
@@ -90,15 +90,15 @@ class Config:
 
         Args:
             model_config: the model.
-            asked: the options that the caller's caller has set. If max_model_len is one and must
-                be lowered, a warning there says so.
+            asked: names of the options that the user has set. If max_model_len is among them and
+                must be lowered, a warning says so.
 
         Returns:
             The settings as the engine will use them.
 
         Raises:
             ValueError: the model cannot be split into `tensor_parallel_size` equal parts, or the
-                device, dtype or attention backend asked for is not to be had here.
+                device, dtype or attention backend asked for is not available here.
         """
         check_split(self.tensor_parallel_size, model_config)
         device = resolve_device(self.device)

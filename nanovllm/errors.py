@@ -1,7 +1,7 @@
 """The errors that the engine raises on purpose.
 
-Knows only their names. Each is also the standard error it is a kind of, so that a caller who has
-never heard of nanovllm can still write `except ValueError`.
+Each is also a standard error, so that a caller who does not import nanovllm.errors can write
+`except ValueError`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WeightsError(NanoVLLMError, ValueError):
 
 
 class KVCacheError(NanoVLLMError, RuntimeError):
-    """The memory holds not one KV page, or refuses those asked for."""
+    """There is no memory for one KV block, or not for as many as were asked for."""
 
 
 class AttentionBackendError(NanoVLLMError, ValueError):
@@ -31,8 +31,8 @@ class RequestRefusedError(NanoVLLMError, ValueError):
     """A request that could never finish. Nothing of it was queued.
 
     Attributes:
-        reason: "prompt_too_long" (for max_model_len) or "never_fits" (into the page pool).
-        need: what the request would take (tokens, or pages).
+        reason: "prompt_too_long" (for max_model_len) or "never_fits" (into the block pool).
+        need: what the request would take (tokens, or blocks).
         have: what there is.
     """
 
@@ -48,15 +48,15 @@ class TokenizerError(NanoVLLMError, ValueError):
 
 
 class LogitsError(NanoVLLMError, FloatingPointError):
-    """The model computed no finite number for any token: its weights or its arithmetic broke."""
+    """A row of logits has no finite maximum: the weights or the arithmetic are broken."""
 
 
 class WorkerError(NanoVLLMError, RuntimeError):
     """A process that shares the model died, raised, or did not answer in time.
 
-    The engine is over: its processes have been ended. Make a new one.
+    The engine cannot be used any more: its processes were ended. Make a new one.
     """
 
 
 class ContactLostError(WorkerError):
-    """What a rank sees of another one's end: a collective that failed. The cause lies elsewhere."""
+    """A collective failed, since another rank has ended. The cause is in that other rank."""

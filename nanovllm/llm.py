@@ -1,7 +1,7 @@
 """LLM: a model's folder -> an engine that runs it. The name that users of vLLM and nano-vllm know.
 
 Knows the order of the start: settings, the checkpoint's shape, the tokenizer, the ranks, the model
-and its KV cache. What an engine does then is `LLMEngine`'s.
+and its KV cache. What the engine does after that is in `LLMEngine`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LLM(LLMEngine):
 
     Args:
         model: folder of a Qwen3 checkpoint.
-        observer: told of everything the engine does; None for silence.
+        observer: told of everything the engine does; None for no observer.
         **options: see `nanovllm.config.Config`.
 
     Raises:
@@ -70,6 +70,6 @@ class LLM(LLMEngine):
         """End the processes of the other ranks, if the engine has started any.
 
         They also end with this process, with the engine's last reference, and with any error that
-        leaves the ranks at different places. A second call does nothing.
+        leaves the ranks at different points. A second call does nothing.
         """
         self.ranks.exit()

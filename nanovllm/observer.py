@@ -1,14 +1,15 @@
 """Observer: what the engine says of itself.
 
-One method a moment. Every moment defaults to silence, so an engine without an observer pays one
-empty call for it. The engine calls them after its state changed, with names already in scope,
-never branches on the observer and never reads an answer. It knows nothing of events, traces or
+One method per moment. Each does nothing by default, so an engine without an observer pays for one
+empty call. The engine calls a method after its state changed, with names already in scope,
+never branches on the observer and never reads a result. This file knows no events, traces or
 clocks: `nvtrace.recorder.Recorder` overrides every method and gives each an event of the same name
 (`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
 
-An observer must not change what it is shown, and must copy what it keeps: lists go on living.
+An observer must not change what it is shown, and must copy what it keeps: the engine changes its
+lists later.
 
-With tensor parallelism each rank has its own. The one exception to "never reads an answer" is
+With tensor parallelism each rank has its own. The one exception to "never reads a result" is
 `for_workers`: an engine that starts processes for the other ranks must ask who listens to them.
 """
 
@@ -34,18 +35,19 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Listens to one engine. Override what you want to hear."""
+    """Listens to one engine. Override the methods that you need."""
 
     # -- other ranks -----------------------------------------------------------------------------
 
     def for_workers(self) -> Callable[[int], Observer] | None:
-        """Who listens to ranks 1, 2 ...? Asked once, when the engine starts processes for them.
+        """Observers for ranks 1, 2 ... Called once, when the engine starts processes for them.
 
         Returns:
             A function that makes the observer of a rank. It is pickled, and called with the rank in
-            that rank's process. What it makes hears `engine_init`, the stages of the model's start,
-            and of each step `step_start`, `prepare_*_tensors` and how the model ran; it is entered
-            as a context manager, and left when the process ends. None for silence.
+            that rank's process. That observer is told of `engine_init`, of the stages of the
+            model's start, and in each step of `step_start`, `prepare_*_tensors` and how the model
+            ran; it is entered as a context manager, and left when the process ends. None for no
+            observer.
         """
         return None
 
@@ -58,7 +60,7 @@ class Observer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Nothing more will be heard."""
+        """No other method will be called any more."""
 
     # -- bootstrap, init -------------------------------------------------------------------------
 
@@ -72,16 +74,16 @@ class Observer:
         """The checkpoint's tensors are in the model."""
 
     def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
-        """A made-up prefill ran, so that its memory peak is known. No user's request."""
+        """A prefill of made-up tokens ran, to measure its memory peak. It is no request."""
 
     def kv_budget_estimate(self, budget: KVBudget) -> None:
-        """The number of KV pages was worked out, and the pages exist."""
+        """The number of KV blocks was worked out, and the blocks exist."""
 
     def cudagraph_capture(self, batch_sizes: list[int], pool_bytes: int) -> None:
         """Decode steps of these numbers of rows were recorded as CUDA graphs."""
 
     def cudagraph_skip(self, reason: str) -> None:
-        """No CUDA graphs will be used, and why."""
+        """No CUDA graphs will be used; `reason` says why."""
 
     def engine_ready(
         self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
@@ -91,13 +93,13 @@ class Observer:
     # -- ingress, egress -------------------------------------------------------------------------
 
     def generate_start(self, num_prompts: int) -> None:
-        """`generate` or `stream` was called with so many prompts."""
+        """`generate` or `stream` was called with this many prompts."""
 
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
-        """A request joined the waiting queue's tail; so many wait now."""
+        """A request joined the waiting queue's tail; `waiting_len` requests wait now."""
 
     def request_refused(self, token_ids: list[int], error: RequestRefusedError) -> None:
-        """A request that could never finish was turned away. It has no number."""
+        """A request that could never finish was refused. It has no seq_id."""
 
     def request_abort(self, seq: Sequence) -> None:
         """A request was taken out of its queue, before its end."""
@@ -112,7 +114,7 @@ class Observer:
         """An exception leaves the engine."""
 
     def engine_reset(self, seqs: list[Sequence]) -> None:
-        """`seqs` were ended and every queue, page and published hash forgotten."""
+        """`seqs` were ended; the queues are empty, all blocks are free and have no hash."""
 
     # -- a step: schedule ------------------------------------------------------------------------
 
@@ -131,38 +133,38 @@ class Observer:
         """This step computes one token for each running sequence."""
 
     def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
-        """This step computes one token for running sequences, and prompts beside them."""
+        """This step computes one token for running sequences, and prompts as well."""
 
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:
-        """`victim` gave up its pages for `for_seq`; `num_computed_tokens` of its K/V are lost."""
+        """`victim` gave up its blocks for `for_seq`; it had computed `num_computed_tokens`."""
 
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
         """A sequence changed its status (and so its queue)."""
 
-    # -- pages -----------------------------------------------------------------------------------
+    # -- blocks ----------------------------------------------------------------------------------
 
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
-        """`seq` uses a published page that others use too."""
+        """`seq` uses a published block that others use too."""
 
     def blocks_revive(self, seq: Sequence, block_id: int) -> None:
-        """`seq` uses a published page that was free."""
+        """`seq` uses a published block that was free."""
 
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
-        """`seq` got new pages at its admission."""
+        """`seq` got new blocks at its admission."""
 
     def blocks_append(self, seq: Sequence, block_ids: list[int]) -> None:
-        """`seq` got one new page, as its last token crossed a page boundary."""
+        """`seq` got one new block, as its last token crossed a block boundary."""
 
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
-        """Full, computed pages of `seq` were published."""
+        """Full, computed blocks of `seq` were published."""
 
     def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
-        """Free published pages lost their contents."""
+        """Free published blocks lost their contents."""
 
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
-        """`seq` gave up its pages, in this order; `freed` are those nobody else holds."""
+        """`seq` gave up its blocks, in this order; `freed` are those no other holds."""
 
     # -- a step: run, sample, end ----------------------------------------------------------------
 
@@ -170,22 +172,22 @@ class Observer:
         """The batch was laid out flat, for a prefill."""
 
     def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
-        """The batch was laid out, one token a sequence."""
+        """The batch was laid out, one token per sequence."""
 
     def run_eager(self, reason: str, num_tokens: int) -> None:
-        """The model ran kernel by kernel, and why not from a CUDA graph."""
+        """The model ran kernel by kernel; `reason` says why not as a CUDA graph."""
 
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
-        """The decode was launched as one graph, of `graph_batch_size` rows; ahead, maybe."""
+        """The decode was launched as one graph of `graph_batch_size` rows, perhaps ahead."""
 
     def gpu_time(self, gpu_ns: int) -> None:
-        """The GPU was busy so long with this step."""
+        """The GPU was busy with this step for `gpu_ns`."""
 
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
         """The next token of each of `seqs` was drawn."""
 
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
-        """The step's tokens are appended and the ended sequences gone."""
+        """The step's tokens are appended, and the sequences that ended are removed."""
 
 
 SILENT = Observer()

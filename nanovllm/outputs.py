@@ -1,6 +1,7 @@
 """RequestOutput: what the caller gets back for one request.
 
-Knows how an end is named. Does not know the engine. vLLM's counterpart is `vllm/outputs.py`.
+Knows vLLM's names of the finish reasons. Does not know the engine.
+vLLM's counterpart is `vllm/outputs.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FINISH_REASONS = {
 
 
 class RequestOutput(dict[str, Any]):
-    """What became of one request: a dict, as nano-vllm's; its keys are attributes as well.
+    """The result of one request: a dict, as in nano-vllm; its keys are attributes as well.
 
     Scripts for vLLM read attributes. For them there is also `outputs`, the list of a request's
     completions: one, which is this dict again. So output["text"], output.text and
@@ -30,14 +31,14 @@ class RequestOutput(dict[str, Any]):
     it was given as token ids), and `prompt_token_ids`.
 
     `finish_reason` is vLLM's word: "stop", "length" or "abort"; and "refused" for a request that
-    could never fit, with `error` saying why and no seq_id. `reason` is the trace's, which tells
-    more: "eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted",
+    could never fit, with `error` saying why and no seq_id. `reason` is the trace's word, which is
+    more precise: "eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted",
     "prompt_too_long", "never_fits".
 
     `text` leaves special tokens out, and ends before a stop string; `token_ids` holds every
     generated token, those of the stop string included. `logprobs` is None unless the sampling
     params ask for it; else, for each of `token_ids`, token id -> log-probability: that token's own
-    first, then the likeliest tokens', likeliest first.
+    first, then those of the most likely tokens, in that order.
     """
 
     seq_id: int | None
@@ -66,11 +67,11 @@ class RequestOutput(dict[str, Any]):
 
 
 class StreamOutput(TypedDict):
-    """What is new of one request, while it streams.
+    """What is new in one request, while it streams.
 
     `delta` continues the text: all deltas together are the `text` that generate() would return.
     `token_ids` are all tokens so far, and `logprobs` theirs. `index` is the request's place among
-    the prompts; None for one that add_request() brought in meanwhile. `finish_reason`, `reason` and
+    the prompts; None for one from add_request(). `finish_reason`, `reason` and
     `error` are those of RequestOutput, and None until the request's last output.
     """
 
@@ -114,7 +115,7 @@ def refused_output(num_prompt_tokens: int, error: RequestRefusedError) -> Reques
 
 
 def stream_output(seq: Sequence, delta: str, index: int | None) -> StreamOutput:
-    """What is new of a request that was queued."""
+    """What is new in a request that was queued."""
     reason = seq.finish_reason
     return StreamOutput(
         seq_id=seq.seq_id,

@@ -1,4 +1,4 @@
-"""SamplingParams: what one request asks of the sampler, checked at the door.
+"""SamplingParams: what one request asks of the sampler, checked when it is made.
 
 Knows the legal range of each parameter. Does not know the request's prompt, the model or how a
 token is drawn (`layers/sampler.py`). The names and meanings are vLLM's.
@@ -20,19 +20,20 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
     Attributes:
-        temperature: 0 takes the most likely token (greedy, lowest id on ties); larger is bolder.
+        temperature: 0 takes the most likely token (greedy, lowest id on ties); larger is more
+            random.
         max_tokens: the request ends after this many generated tokens, at least 1.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
         stop_token_ids: the request also ends after each of these, whatever `ignore_eos` says.
-        stop: a string, or several. The request ends when its text holds one of them; the text that
-            comes out ends before it. Special tokens are no text.
-        logprobs: tell the log-probability of each generated token, and of so many of the likeliest;
-            0 for that token's alone, None for nothing. They are the model's, before temperature,
-            top_k and top_p.
+        stop: a string, or several. The request ends when its text contains one of them; the
+            returned text ends before it. Special tokens are not part of the text.
+        logprobs: return the log-probability of each generated token, and of this many of the most
+            likely ones; 0 for the generated token alone, None for none. They are the model's,
+            before temperature, top_k and top_p.
         top_k: draw among the k most likely tokens only; None means all.
         top_p: draw among the fewest tokens whose probabilities reach this sum, in (0, 1].
-        seed: the same seed gives the same tokens, whoever shares the batch; None lets the engine
-            give each request a seed of its own.
+        seed: the same seed gives the same tokens, whatever else is in the batch; None lets the
+            engine give each request a seed of its own.
 
     Raises:
         TypeError: a value is not of its type.

@@ -229,6 +229,16 @@ def test_lines_behind_the_footer_are_said_to_be_there(behind: list[bytes]) -> No
     ]
 
 
+@pytest.mark.parametrize("rubbish", [b"rubbish", b"{", b"\0" * 512, EVENT[:-9], b"\xff\xfe"])
+@pytest.mark.parametrize("behind", [[], [EVENT], [EVENT] * 3000])
+def test_rubbish_behind_the_footer_was_not_cut_off(rubbish: bytes, behind: list[bytes]) -> None:
+    records, warnings = read(b"".join([*LINES, *behind, rubbish]))
+    assert len(records) == len(LINES) + len(behind)
+    assert [warning for warning in warnings if "footer" in warning or "cut" in warning] == [
+        f"the trace: {len(behind) + 1} lines come after the footer, which should be the last"
+    ]
+
+
 def test_a_missing_footer_is_a_warning() -> None:
     records, warnings = read(b"".join(LINES[:-1]))
     assert len(records) == len(LINES) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from nvtrace.analysis import Trace
 from support.docs import ROOT, blocks_of, pages
 
 if TYPE_CHECKING:
@@ -79,6 +81,26 @@ def test_what_the_docs_show_has_types(installed: Path) -> None:
             modules[f"page{number}"] = "\n".join(line for block in blocks for line in block.lines)
     assert modules
     assert mypy(installed, **modules) == []
+
+
+def test_with_types_for_pandas_every_table_of_a_trace_is_a_frame(installed: Path) -> None:
+    """A stub stands for pandas-stubs, which a user may install: pandas itself has no types."""
+    stub = installed / "site" / "pandas-stubs" / "__init__.pyi"
+    stub.parent.mkdir()
+    stub.write_text("class DataFrame: ...\n", encoding="utf-8")
+    names = [name for name in vars(Trace) if not name.startswith("_")]
+    code = ["import nvtrace", 'trace = nvtrace.load("trace.jsonl")']
+    code += [f"reveal_type(trace.{name})" for name in names]
+    try:
+        told = mypy(installed, tables="\n".join(code))
+    finally:
+        shutil.rmtree(stub.parent)
+    types = [re.fullmatch(r'.* note: Revealed type is "(.*)"', line) for line in told]
+    assert all(types), told
+    found = dict(zip(names, (type_[1] for type_ in types if type_), strict=True))
+    assert not {name for name, type_ in found.items() if re.search(r"\bAny\b", type_)}
+    frames = {name for name, type_ in found.items() if type_.endswith("pandas.DataFrame")}
+    assert frames == {"events", "steps", "requests", "tokens", "blocks", "table"}
 
 
 def test_a_name_that_there_is_none_of_is_an_error(installed: Path) -> None:

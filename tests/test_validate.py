@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 
 from nvtrace.validate import Fault, Validator, validate
@@ -215,6 +219,44 @@ def test_what_cannot_be_read_is_not_judged(
     assert call(capsys, "validate", empty).code == 3
     assert call(capsys, "validate", tmp_path / "none.jsonl").code == 3
     assert call(capsys, "validate", empty, "--json", "--plain").code == 2
+
+
+PACKINGS: dict[str, Callable[[bytes], bytes]] = {
+    "packed with bzip2: unpack it first": bz2.compress,
+    "packed with xz: unpack it first": lzma.compress,
+    "packed with lzma: unpack it first": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+    "packed twice: unpack it once": lambda data: zstandard.compress(gzip.compress(data)),
+    "packed twice: unpack it once ": lambda data: gzip.compress(zstandard.compress(data)),
+    "UTF-8 with a byte order mark": lambda data: b"\xef\xbb\xbf" + data,
+    "UTF-16": lambda data: data.decode().encode("utf-16"),
+    "UTF-16 ": lambda data: data.decode().encode("utf-16-le"),
+}
+
+
+@pytest.mark.parametrize("what", PACKINGS)
+@pytest.mark.parametrize("command", ["validate", "check", "stats"])
+def test_a_file_that_is_no_text_is_named_in_one_sentence(
+    command: str, what: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(PACKINGS[what](trace.read_bytes()))
+    outcome = call(capsys, command, path)
+    assert (outcome.code, outcome.out) == (3, "")
+    assert f"its first line is no header: it is {what.strip()}" in " ".join(outcome.err.split())
+
+
+@pytest.mark.parametrize("rubbish", [b"rubbish", b'{"event":"PREE', b"\0" * 512])
+def test_rubbish_behind_the_footer_is_a_fault(
+    rubbish: bytes, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "longer.jsonl"
+    path.write_bytes(trace.read_bytes() + rubbish)
+    validator = Validator()
+    faults = list(validate(path, validator, warn=pytest.fail))
+    assert places(faults)[0] == (validator.num_lines, "after_footer")
+    assert call(capsys, "validate", path).code == 1
+    outcome = call(capsys, "check", path)
+    assert "1 lines come after the footer" in " ".join(outcome.err.split())
 
 
 def test_stdin_is_validated_too(trace: Path, lines: Lines) -> None:

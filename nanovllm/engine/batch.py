@@ -1,7 +1,7 @@
-"""Batch: who runs in one step and with how many tokens. A value, from scheduler to runner.
+"""Batch: who runs in one step and with how many tokens. The scheduler gives it to the runner.
 
 Knows sequences, counts and what is left of the step's token budget. Does not know why they were
-chosen (the scheduler's business) or what tensors they become (`model_inputs.py`).
+chosen (`scheduler.py`) or what tensors they become (`model_inputs.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Batch:
             self.sampled_seqs.append(seq)
 
     def add_decode(self, seq: Sequence) -> None:
-        """Let `seq` compute the one token that was sampled last. What `add` does, in less time."""
+        """Let `seq` compute the one token that was sampled last. The same as `add`, but faster."""
         self.token_budget -= 1
         self.seqs.append(seq)
         self.num_scheduled_tokens.append(1)

@@ -1,23 +1,23 @@
-"""BlockManager: which pages (vLLM: blocks) of the KV cache belong to whom.
+"""BlockManager: which blocks of the KV cache belong to which sequence.
 
-Knows page numbers, reference counts and the hashes of full pages. Does not know what is written in
-a page (`kv_cache.py` holds the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
+Knows block numbers, reference counts and the hashes of full blocks. Does not know what is written
+in a block (`kv_cache.py` has the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
 counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`.
 
-    pool    page   0    1    2    3    4    5        block_size tokens of K and V each
+    pool    block  0    1    2    3    4    5        block_size tokens of K and V each
             refs   2    1    0    0    1    1
             hash   a    b    c    -    -    -        published: full and computed
-    tables  seq 7: [0, 1, 4]     seq 9: [0, 5]       page 0 is shared
+    tables  seq 7: [0, 1, 4]     seq 9: [0, 5]       block 0 is shared
     free    3 -> 2                                   next taken ... last taken
 
-Every page is either referenced by a table or in the free list. A free page that still has its hash
-keeps its contents and can be *revived*. The free list is therefore also the eviction order: pages
+Every block is either referenced by a table or in the free list. A free block that still has a hash
+keeps its contents and can be *revived*. The free list is therefore also the eviction order: blocks
 with nothing worth keeping are put at its head, published ones at its tail (least recently used
 first; within one sequence the deepest first, since a prefix is worth more than what follows it:
 docs/decisions/0003).
 
-A page's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). It is
-published after its last token was computed, never before, so that nobody reads an empty page.
+A block's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). It is
+published after its last token was computed, never before, so that no sequence reads an empty block.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CHAIN_START = b""
 
 
 class BlockManager:
-    """The pool of KV pages.
+    """The pool of KV blocks.
 
     Args:
-        num_blocks: pages in the pool.
-        block_size: tokens a page holds, at least 1.
+        num_blocks: blocks in the pool.
+        block_size: tokens a block holds, at least 1.
         observer: told of every change.
-        enable_prefix_caching: publish and share full pages.
+        enable_prefix_caching: publish and share full blocks.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Make every page free and empty."""
+        """Make every block free and empty."""
         self.ref_counts = [0] * self.num_blocks
         self.block_hashes: list[bytes | None] = [None] * self.num_blocks
-        self.cached_blocks: dict[bytes, int] = {}  # hash -> page
-        # An ordered dict is a linked list with an index: first, last and any page in O(1).
+        self.cached_blocks: dict[bytes, int] = {}  # hash -> block
+        # An ordered dict is a linked list with an index: first, last and any block in O(1).
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is in the pages, all of which must be free. The free list stays as it is."""
+        """Forget what is in the blocks, which must all be free. The free list does not change."""
         self.stats = PrefixCacheStats()
         hash_of = {block_id: h for h, block_id in self.cached_blocks.items()}
         block_ids, hashes = list(hash_of), list(hash_of.values())
@@ -83,17 +83,17 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Pages that can be taken now, published ones included."""
+        """Blocks that can be taken now, published ones included."""
         return len(self.free_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens fill, the last one perhaps partly."""
+        """Blocks that `num_tokens` tokens fill, the last one perhaps partly."""
         return -(-num_tokens // self.block_size)
 
     # -- admission -------------------------------------------------------------------------------
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """The published pages that hold a prefix of `seq`, in its order. Changes nothing.
+        """The published blocks that hold a prefix of `seq`, in its order. Changes nothing.
 
         The last token is never among them: at least one token must be computed, or there would be
         no logits to sample from. If every block is cached, the last one is computed again.
@@ -109,13 +109,13 @@ class BlockManager:
         return block_ids
 
     def num_blocks_to_take(self, seq: Sequence, prefix: list[int]) -> int:
-        """How many free pages `allocate` would take: new ones, and those it would revive."""
+        """How many free blocks `allocate` would take: new ones, and those it would revive."""
         num_shared = sum(self.ref_counts[block_id] > 0 for block_id in prefix)
         return self.blocks_for(seq.num_tokens) - num_shared
 
     def allocate(self, seq: Sequence, prefix: list[int]) -> None:
-        """Give `seq` pages for all its tokens; `prefix` (from `match_prefix`) comes for free."""
-        for block_id in prefix:  # first, so that none of them is taken as a new page below
+        """Give `seq` blocks for all its tokens: `prefix` (from `match_prefix`) and new ones."""
+        for block_id in prefix:  # first, so that none of them is taken as a new block below
             self.ref_counts[block_id] += 1
             seq.block_table.append(block_id)
             if self.ref_counts[block_id] > 1:
@@ -133,10 +133,10 @@ class BlockManager:
     # -- decode ----------------------------------------------------------------------------------
 
     def needs_block(self, seq: Sequence) -> bool:
-        """Has the last token of `seq` no page yet?
+        """Has the last token of `seq` no block yet?
 
-        That token was sampled by the step before and appended in `postprocess`; so with pages of
-        256 a new page is due when num_tokens is 257, not 256.
+        That token was sampled by the step before and appended in `postprocess`; so with blocks of
+        256 a new block is due when num_tokens is 257, not 256.
         """
         return seq.num_tokens > len(seq.block_table) * self.block_size
 
@@ -145,7 +145,7 @@ class BlockManager:
         return bool(self.free_blocks) or not self.needs_block(seq)
 
     def may_append(self, seq: Sequence) -> None:
-        """Take one more page for `seq`, if its last token needs it."""
+        """Take one more block for `seq`, if its last token needs it."""
         if self.needs_block(seq):
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)
@@ -154,7 +154,7 @@ class BlockManager:
     # -- after the computation -------------------------------------------------------------------
 
     def publish(self, seq: Sequence, num_computed_before: int) -> None:
-        """Publish the pages of `seq` that became full and computed since `num_computed_before`."""
+        """Publish the blocks of `seq` that became full and computed since `num_computed_before`."""
         first = num_computed_before // self.block_size
         stop = seq.num_computed_tokens // self.block_size
         if first == stop or not self.enable_prefix_caching:
@@ -164,7 +164,7 @@ class BlockManager:
         for index in range(first, stop):
             block_id, chain_hash = seq.block_table[index], self._chain_hash(seq, index)
             if chain_hash in self.cached_blocks:
-                continue  # computed twice (by equal requests at once, say): the first counts
+                continue  # computed twice (by equal requests at once, say): keep the first
             self.cached_blocks[chain_hash] = block_id
             self.block_hashes[block_id] = chain_hash
             block_ids.append(block_id)
@@ -173,7 +173,7 @@ class BlockManager:
             self.observer.blocks_hash(seq, block_ids, hashes)
 
     def deallocate(self, seq: Sequence) -> list[int]:
-        """Take all pages from `seq`. Returns those that nobody else holds: they are free now."""
+        """Take all blocks from `seq`. Returns those that no other holds: they are free now."""
         released = seq.block_table[::-1]  # the deepest first
         freed = []
         for block_id in released:
@@ -191,7 +191,7 @@ class BlockManager:
     # -- inside ----------------------------------------------------------------------------------
 
     def _take_blocks(self, num_blocks: int) -> list[int]:
-        """Take pages from the free list's head; published ones lose their contents."""
+        """Take blocks from the free list's head; published ones lose their contents."""
         block_ids = [self.free_blocks.popitem(last=False)[0] for _ in range(num_blocks)]
         evicted: list[int] = []
         hashes: list[bytes] = []
@@ -217,7 +217,7 @@ class BlockManager:
         return hashes[index]
 
     def check(self, seqs: Iterable[Sequence]) -> None:
-        """Assert the invariants, given all sequences that may hold pages. For tests and debugging.
+        """Assert the invariants, given all sequences that may hold blocks. For tests and debugging.
 
         Raises:
             AssertionError: two facts disagree; the message names both.

@@ -5,8 +5,8 @@
     scheduler.postprocess()   -> the sequences that ended
 
 A runner is whatever computes a batch: the model (`model_runner.py`), the tokens of a recorded run
-(nvtrace's what-if), a fake model in the tests. Imports no torch. Does not know text: which requests
-have reached a stop string it asks `find_stopped`. vLLM's counterpart is `vllm/v1/engine/core.py`.
+(nvtrace's what-if), a fake model in the tests. Imports no torch. Does not know text: `find_stopped`
+says which requests have reached a stop string. vLLM's counterpart is `vllm/v1/engine/core.py`.
 
 There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU that
 can begin the next step behind this one, before the host has seen this one's tokens:
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A step that a device was given, and all that belongs to it. The defaults are a CPU's."""
+    """A step that was launched on a device. The defaults are those of a CPU."""
 
     @property
     def can_be_followed(self) -> bool:
-        """Can the next step be launched behind this one, before its tokens are there?"""
+        """Can the next step be launched behind this one, before its tokens are known?"""
         return False
 
     def token_ids(self) -> list[int]:
@@ -44,7 +44,7 @@ class Launched:
         raise NotImplementedError
 
     def gpu_ns(self) -> int | None:
-        """How long the GPU was busy with it, once its tokens are there; None without a GPU."""
+        """How long the GPU was busy with it, known after `token_ids`; None without a GPU."""
         return None
 
     def launch_next(self, foresight: Foresight) -> Launched | None:
@@ -52,34 +52,35 @@ class Launched:
         raise NotImplementedError
 
     def is_step_of(self, batch: Batch) -> bool:
-        """Of a step that was launched ahead: is it exactly what was scheduled now?"""
+        """Of a step that was launched ahead: does it compute exactly this batch?"""
         raise NotImplementedError
 
 
 class Runner(Protocol):
-    """What the loop asks of whatever computes a batch."""
+    """What the loop needs from whatever computes a batch."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Can steps be launched before the tokens of the last one are there?"""
+        """Can steps be launched before the last one's tokens are known?"""
         ...
 
     def launch(self, batch: Batch, engine_step: int) -> Launched:
-        """Begin to compute a batch. A GPU goes on alone."""
+        """Start to compute a batch. A GPU may still be busy when this returns."""
         ...
 
 
 class EngineCore:
-    """A scheduler and a runner, turned step by step.
+    """A scheduler and a runner, run step by step.
 
     Args:
         scheduler: chooses each step's work.
         runner: computes it.
         find_stopped: given the sampled sequences and their tokens, those whose text has reached a
             stop string.
+        observer: told of each step.
 
     Attributes:
-        engine_step: how many steps were begun.
+        engine_step: how many steps have begun.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class EngineCore:
         launched = self._take_ahead(batch) or self.runner.launch(batch, self.engine_step)
         self._launch_next(batch, launched)
         token_ids = launched.token_ids()
-        if self._ahead is None:  # perhaps the tokens tell more
+        if self._ahead is None:  # it may be possible now that the tokens are known
             self._launch_next(batch, launched, token_ids)
         return self._postprocess(batch, launched, token_ids)
 

@@ -1,20 +1,20 @@
-"""The KV cache: how many pages the memory holds, and the pages themselves.
+"""The KV cache: how many blocks the memory holds, and the blocks themselves.
 
-Knows bytes and tensors. Does not know whose a page is (`block_manager.py`). vLLM's counterpart is
-`determine_available_memory` in `vllm/v1/worker/`.
+Knows bytes and tensors. Does not know which sequence has a block (`block_manager.py`). vLLM's
+counterpart is `determine_available_memory` in `vllm/v1/worker/`.
 
 `gpu_memory_utilization` is the share of the memory that all programs together may fill. On a GPU
-the engine takes what is left of it. A made-up step of the largest size shows what a step needs
-beside the weights, and the rest is the cache's:
+the engine takes all that is left of it. A made-up step of the largest size shows what a step needs
+besides the weights; the rest is for the cache:
 
     |<------------------ total * utilization ------------------>|
-    | used: weights, and | peak - current: | graph |  KV pages   |          |
+    | used: weights, and | peak - current: | graph |  KV blocks  |          |
     | other programs     | a step's tensors| pool  |             |
 
-On a CPU nobody counts what a step needs, and a laptop has other things to do: the budget is what is
-free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a machine
-share it. `num_kvcache_blocks=` overrides both rules. A page is the same tokens on every rank, each
-with its own heads; so there are as many pages as the rank with the least room has.
+On a CPU a step's memory is not measured, and a laptop runs other programs too: the budget is what
+is free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a machine
+share it. `num_kvcache_blocks=` overrides both rules. A block holds the same tokens on every rank,
+for that rank's heads; so the rank with the least room decides how many blocks there are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CPU_KV_CACHE_LIMIT = 2 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBudget:
-    """Every term of the sum that ends in the number of pages. All sizes in bytes, of one rank.
+    """Every term of the sum that ends in the number of blocks. All sizes in bytes, of one rank.
 
     num_blocks = available // block_bytes (the least of all ranks'), or as given;
     on a GPU    available = total * utilization - used - (peak - current) - graph_pool;
@@ -74,8 +74,8 @@ class StepMemory:
 
     Attributes:
         peak_bytes: the most that was allocated at once.
-        current_bytes: what is allocated between steps: the weights, and a page to try with.
-        graph_pool_bytes: the room that the CUDA graphs will need, by the largest one.
+        current_bytes: what is allocated between steps: the weights, and a block to warm up.
+        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
     """
 
     peak_bytes: int
@@ -92,7 +92,7 @@ def estimate_budget(
     *,
     step_memory: StepMemory | None = None,
 ) -> KVBudget:
-    """Work out how many pages this rank has room for.
+    """Work out how many blocks this rank has room for.
 
     Args:
         config: the engine's settings, resolved.
@@ -103,7 +103,7 @@ def estimate_budget(
         step_memory: what a warm-up on a GPU showed; None on a CPU.
 
     Raises:
-        KVCacheError: not one page fits.
+        KVCacheError: not one block fits.
     """
     is_gpu = step_memory is not None
     total, free = gpu_memory(parallel.device) if is_gpu else cpu_memory()
@@ -160,10 +160,10 @@ def estimate_budget(
 
 
 def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The pages: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), uninitialised.
+    """The cache: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), uninitialised.
 
     Raises:
-        KVCacheError: the memory is refused.
+        KVCacheError: the memory cannot be allocated.
     """
     shape = (
         *(2, budget.num_layers, budget.num_blocks),
@@ -174,7 +174,7 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         f"the {budget.num_blocks} KV pages take {size / GIB:.2f} GiB, which {device} does not "
         "give: lower num_kvcache_blocks"
     )
-    if size > budget.total_bytes:  # a CPU would promise them, and die when they are used
+    if size > budget.total_bytes:  # a CPU would allocate them, and fail when they are used
         raise refusal
     try:
         return torch.empty(shape, dtype=dtype, device=device)

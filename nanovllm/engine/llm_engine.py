@@ -1,4 +1,4 @@
-"""LLMEngine: requests come in, `EngineCore` turns step by step, text goes out.
+"""LLMEngine: requests come in, `EngineCore` runs step by step, text goes out.
 
 Knows requests and their text. Does not know how a batch is chosen (`scheduler.py`) or computed
 (`model_runner.py`). vLLM's counterpart is `vllm/v1/engine/llm_engine.py`.
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 class LLMEngine:
     """Requests and text around the loop (`core.py`). `LLM` builds one from a model's folder.
 
-    Threads may share it: they take turns. A call waits until the others' have returned: `generate`
-    runs to its end first, `stream` lets others in between two outputs. `exit` does not wait.
+    Threads may share it: they take turns. A call waits for the calls of other threads: for
+    `generate` until it returns, for `stream` until its next output. `exit` does not wait.
 
     Args:
         config: the settings, resolved.
@@ -119,7 +119,7 @@ class LLMEngine:
             The request's seq_id.
 
         Raises:
-            TypeError, ValueError: a prompt that is none.
+            TypeError, ValueError: the prompt or the sampling params are malformed.
             RequestRefusedError: a request that could never finish. Nothing was queued.
 
         Any other exception (an observer's, or Ctrl-C) ends every unfinished request, as in `step`.
@@ -131,7 +131,7 @@ class LLMEngine:
         """Advance every scheduled request once. Returns the requests that ended in this step.
 
         An exception from within (the model's, or Ctrl-C) ends every unfinished request; the engine
-        is then as good as new.
+        can be used again after that.
         """
         with self._turn, self._recovering():
             if self.is_finished():
@@ -156,7 +156,7 @@ class LLMEngine:
 
     @property
     def engine_step(self) -> int:
-        """How many steps were begun."""
+        """How many steps have begun."""
         return self.core.engine_step
 
     def is_finished(self) -> bool:
@@ -174,10 +174,10 @@ class LLMEngine:
         return dataclasses.replace(self.scheduler.block_manager.stats)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and start their statistics anew.
+        """Forget all cached prefixes, and reset their statistics.
 
         Raises:
-            RuntimeError: requests are unfinished; their pages cannot be taken from them.
+            RuntimeError: requests are unfinished; their blocks cannot be taken from them.
         """
         with self._turn:
             if not self.is_finished():
@@ -208,7 +208,7 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: something malformed; nothing was queued.
-            RequestRefusedError: every single request was refused.
+            RequestRefusedError: all requests were refused.
             RuntimeError: requests from `add_request` are unfinished.
         """
         with self._turn:
@@ -225,10 +225,10 @@ class LLMEngine:
     def stream(
         self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Stream:
-        """Run all prompts to their ends, and say what is new after each step.
+        """Run all prompts to their ends, and yield what is new after each step.
 
-        Between two outputs, requests may be added and aborted: the stream tells of them too. It
-        ends when all requests have; closing it earlier aborts those that have not.
+        Between two outputs, requests may be added and aborted: the stream yields their outputs
+        too. It ends when all requests have ended; closing it earlier aborts the unfinished ones.
 
         Args:
             prompts: as for `generate`. They are checked at once, and queued when the first output
@@ -259,7 +259,7 @@ class LLMEngine:
         return [outputs[place] for place in range(len(requests))]
 
     def _by_turns(self, stream: Stream) -> Stream:
-        """The same, letting other threads in between two outputs."""
+        """The same outputs; other threads may use the engine between two of them."""
         try:
             while True:
                 with self._turn:
@@ -281,9 +281,9 @@ class LLMEngine:
             for place, output in refused.items():
                 yield refused_stream_output(place, output)
             while not self.is_finished() or self.output_processor.has_news:
-                self.step()  # nothing, if an abort() is the only news
+                self.step()  # does nothing if an abort() is the only news
                 news = self.output_processor.take_news()
-                # Made before the first is given out: what happens during a yield is news again.
+                # Made before the first is yielded: what happens during a yield comes next time.
                 new_outputs = [stream_output(*item, place_of.get(item[0].seq_id)) for item in news]
                 for new_output in new_outputs:
                     num_outputs += new_output["finish_reason"] is not None
@@ -294,11 +294,11 @@ class LLMEngine:
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Start afresh after an exception that may have struck anywhere, even between queues."""
+        """Reset everything after an exception, which may have come at any point of a step."""
         try:
             yield
         except BaseException as error:
-            if error is not self._handled:  # not yet, further in
+            if error is not self._handled:  # not handled by an inner _recovering
                 self._handled = error
                 self._recover(error)
             raise
@@ -307,7 +307,7 @@ class LLMEngine:
         seqs = list(self.requests.values())
         self.requests.clear()
         self.output_processor.reset(seqs)
-        try:  # an observer may fail as well: the engine must not
+        try:  # an observer may raise as well: reset all the same
             self.observer.engine_error(error)
         finally:
             self.scheduler.reset(seqs)

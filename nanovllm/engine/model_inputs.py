@@ -4,8 +4,8 @@ Knows how a batch is laid out flat and where each token's K and V go. Does not k
 devices: `model_runner.py` turns the lists into tensors. vLLM's counterpart is `prepare_inputs` in
 `vllm/v1/worker/gpu/model_runner.py`.
 
-A page of block_size tokens has block_size slots; slot = page * block_size + offset in the page.
-Two sequences of 11 and 17 tokens, pages of 256, tables [0] and [1]:
+A block of block_size tokens has block_size slots; slot = block * block_size + offset in the block.
+Two sequences of 11 and 17 tokens, blocks of 256, tables [0] and [1]:
 
     input_ids     a0 a1 ... a10 | b0  b1  ... b16        28 tokens in one row
     positions      0  1 ...  10 |  0   1  ...  16        for RoPE
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """The layout of a step in which each sequence computes any number of tokens.
+    """The layout of a step in which each sequence may compute any number of tokens.
 
     Attributes:
         input_ids: (num_tokens,) all new tokens, one sequence after the other.
@@ -44,7 +44,7 @@ class PrefillInputs:
         cu_seqlens_k: (num_seqs + 1,) cumulative length of the contexts they attend to.
         max_seqlen_q, max_seqlen_k: the longest of each.
         block_tables: (num_seqs, max_num_blocks), 0 past a table's end; None if no sequence has
-            anything in the pages yet, so that attention can use K and V as they come.
+            anything in the cache yet, so that attention can use the new K and V directly.
         logits_indices: (num_sampled,) rows of the flat batch whose next token is sampled.
     """
 
@@ -169,7 +169,7 @@ def prepare_decode(batch: Batch, block_size: int) -> DecodeInputs:
 def _slot_ranges(
     block_table: list[int], start: int, stop: int, block_size: int
 ) -> Iterator[tuple[int, int]]:
-    """The slots of positions start..stop-1, one (first, last) run for each page they touch."""
+    """The slots of positions start..stop-1, one (first, last) run for each block they touch."""
     while start < stop:
         offset = start % block_size
         num_tokens = min(stop - start, block_size - offset)

@@ -1,20 +1,20 @@
-"""ModelRunner: Batch -> tokens. The only place where sequences become tensors and come back.
+"""ModelRunner: Batch -> tokens. The only place where sequences become tensors, and tensors tokens.
 
-Knows the model, the pages' tensors and the device. Does not know queues or why a batch is what it
-is. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
+Knows the model, the KV cache's tensors and the device. Does not know queues, or why a batch was
+chosen. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
 
 Start-up, in the article's order: take a place among the ranks, load the weights, compute a made-up
-step to see what memory it takes, work out how many KV pages fit, allocate them and hand each layer
-its slice, record CUDA graphs. (A CPU has neither an allocator that counts nor graphs.)
+step to see what memory it takes, work out how many KV blocks fit, allocate them and hand each layer
+its slice, record CUDA graphs. (On a CPU no step is measured and no graph is recorded.)
 
 A step goes one of three ways:
 
-    eager             plain torch, kernel by kernel: everywhere, and the oracle of the others
+    eager             plain torch, kernel by kernel: everywhere; tests compare the others with it
     fused             this project's kernels, on a GPU: prefills and mixed steps
     a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (gpu/cuda_graphs.py)
 
-With tensor parallelism every rank has a ModelRunner. Rank 0 lays the batch out and samples
-(`launch`); the other ranks compute the same inputs (`compute`).
+With tensor parallelism every rank has a ModelRunner. Rank 0 lays the batch out (`launch`) and
+samples; the other ranks compute the same inputs (`compute`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModelRunner:
     Raises:
         ModelConfigError: the memory cannot hold such a model.
         WeightsError: the checkpoint does not hold exactly this model's tensors.
-        KVCacheError: not one KV page fits.
+        KVCacheError: not one KV block fits.
         WorkerError: another rank failed.
     """
 
@@ -156,7 +156,7 @@ class ModelRunner:
             self.ranks.num_local_ranks,
             step_memory=step_memory,
         )
-        # A page is the same tokens on every rank, so the one with the least room decides.
+        # A block holds the same tokens on every rank, so the rank with the least room decides.
         budget = dataclasses.replace(budget, num_blocks=parallel.min(budget.num_blocks))
         self.num_kvcache_blocks = budget.num_blocks
         self.kv_cache = allocate_kv_cache(budget, self.dtype, self.device)
@@ -164,7 +164,7 @@ class ModelRunner:
         return budget
 
     def use_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Hand each layer its slice of (2, num_layers, num_blocks, ...) pages."""
+        """Give each layer its slice of the cache, (2, num_layers, num_blocks, ...)."""
         attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer, (k_cache, v_cache) in zip(
             attention_layers, zip(*kv_cache, strict=True), strict=True
@@ -172,7 +172,7 @@ class ModelRunner:
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     def drop_kv_cache(self) -> None:
-        """Take the pages from the layers, so that their memory is free."""
+        """Take the cache from the layers, so that its memory can be freed."""
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.k_cache = module.v_cache = None
@@ -181,12 +181,12 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Can a step be launched before the tokens of the last one are there?"""
+        """Can a step be launched before the last one's tokens are known?"""
         return self.graphs is not None and self.ranks.parallel.world_size == 1
 
     @torch.inference_mode()
     def launch(self, batch: Batch, engine_step: int) -> Launched:
-        """Begin to compute the batch's tokens. A GPU goes on alone."""
+        """Start to compute a batch. A GPU may still be busy when this returns."""
         prepare = prepare_decode if batch.phase == "decode" else prepare_prefill
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
@@ -195,7 +195,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: Step) -> None:
-        """Compute this rank's part of a step that rank 0 has begun."""
+        """Compute this rank's part of a step that rank 0 has started."""
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             self.graphs.compute(step, step.inputs)
         else:
@@ -285,7 +285,7 @@ class EagerStep(Launched):
 def sample_tokens(
     sampler: Sampler, ranks: Ranks, logits: torch.Tensor, seqs: list[Sequence]
 ) -> list[int]:
-    """Draw on rank 0, which has the logits, and tell the ranks that go on with the tokens.
+    """Draw on rank 0, which has the logits, and send the tokens to the ranks that need them.
 
     Raises:
         LogitsError: the logits of one have no largest finite number.
@@ -306,7 +306,7 @@ def sample_tokens(
 
 
 def sampling_tensors(seqs: list[Sequence], device: torch.device | str = "cpu") -> SamplingTensors:
-    """What the sampler must know of each sequence; the position is that of the token to come."""
+    """What the sampler must know of each sequence; the position is that of the next token."""
     params = [seq.sampling_params for seq in seqs]
     return SamplingTensors.from_lists(
         temperatures=[p.temperature for p in params],

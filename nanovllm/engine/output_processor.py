@@ -1,7 +1,7 @@
-"""OutputProcessor: sampled tokens -> text, and which requests their own text has stopped.
+"""OutputProcessor: sampled tokens -> text, and which requests have reached a stop string.
 
-Knows the text of those requests that need it while they run: those with stop strings, and all while
-somebody streams. Does not end a request: it tells the scheduler which ones are stopped. vLLM's
+Knows the text of those requests that need it while they run: those with stop strings, and all
+during a `stream`. Does not end a request: it tells the scheduler which ones are stopped. vLLM's
 counterpart is `vllm/v1/engine/output_processor.py`.
 """
 
@@ -23,7 +23,7 @@ class OutputProcessor:
     """The texts of an engine's unfinished requests.
 
     Args:
-        tokenizer: gives tokens their bytes.
+        tokenizer: knows the bytes of each token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,7 +39,7 @@ class OutputProcessor:
             self.detokenizers[seq.seq_id] = Detokenizer(self.tokenizer.token_bytes, stop)
 
     def process(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Take in a step's tokens, one for each of `seqs`.
+        """Decode a step's tokens, one for each of `seqs`.
 
         Returns:
             Those of `seqs` whose text has reached a stop string.
@@ -57,7 +57,7 @@ class OutputProcessor:
         return stopped
 
     def finish(self, seq: Sequence) -> str:
-        """The whole text of a request that has ended. It is forgotten here."""
+        """Return the whole text of a request that has ended, and forget the request."""
         detokenizer = self.detokenizers.pop(seq.seq_id, None)
         if detokenizer is None:
             return self.tokenizer.decode(seq.completion_token_ids)
@@ -78,7 +78,7 @@ class OutputProcessor:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Within this, the text of every request that is queued is made token by token."""
+        """Inside this, the text of every request that is queued is made token by token."""
         self.is_streaming = True
         try:
             yield

@@ -1,12 +1,12 @@
 """Policies: what goes into a step. Each fills the batch from the scheduler's parts.
 
-Knows the order in which a step's budget is spent. Does not know queues, pages or budgets from
-within: `Scheduler.continue_prefill`, `admit` and `decode` keep those. A policy of your own is a
+Knows the order in which a step's budget is spent. Does not know queues, blocks or budgets:
+`Scheduler.continue_prefill`, `admit` and `decode` keep to those. A policy of your own is a
 function like these: `POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
 
-`decode` comes first or alone, since it may preempt whoever runs, somebody in the batch as well.
-A chunk that is under way must be continued before anybody is admitted: it is the running queue's
-tail, and must stay that until its prefill is complete.
+`decode` comes first or alone, since it may preempt any running sequence, even one in the batch.
+A prompt that is computed in part must be continued before a request is admitted: it is the last in
+the running queue, and must stay there until its prefill is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Policy = Callable[["Scheduler", "Batch"], None]
 
 
 def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
-    """The article's: prompts if there are any to compute, else one token for everybody."""
+    """The article's policy: prompts if there are any to compute, else one token per sequence."""
     scheduler.continue_prefill(batch)
     scheduler.admit(batch)
     if not batch:
@@ -30,11 +30,11 @@ def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def mixed(scheduler: Scheduler, batch: Batch) -> None:
-    """Close to vLLM V1: one token for everybody who runs, and the rest of the budget for prompts.
+    """Close to vLLM V1: one token for each running sequence, the rest of the budget for prompts.
 
-    Nobody who runs waits for somebody else's prompt. (A budget smaller than the running queue
-    reaches the oldest only; that holds for every policy.) What vLLM 0.32.0 does otherwise, such as
-    taking pages chunk by chunk, is listed in `docs/en/vllm.md`.
+    No running sequence waits for another one's prompt. (If the budget is smaller than the running
+    queue, only the oldest get a token; that holds for every policy.) `docs/en/vllm.md` lists what
+    vLLM 0.32.0 does differently, such as taking blocks chunk by chunk.
     """
     scheduler.decode(batch)
     scheduler.continue_prefill(batch)
@@ -42,7 +42,7 @@ def mixed(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def static(scheduler: Scheduler, batch: Batch) -> None:
-    """The old way, for comparison: nobody joins until the whole batch has ended."""
+    """Static batching, for comparison: no request joins until the whole batch has ended."""
     if not scheduler.running:
         scheduler.admit(batch)
         return

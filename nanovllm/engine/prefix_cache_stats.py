@@ -1,6 +1,6 @@
-"""PrefixCacheStats: what the prefix cache was asked for, and what it had.
+"""PrefixCacheStats: how many tokens were looked up in the prefix cache, and found.
 
-Knows sums. Does not know pages (`block_manager.py`). vLLM's counterpart is `PrefixCacheStats` in
+Knows counts. Does not know blocks (`block_manager.py`). vLLM's counterpart is `PrefixCacheStats` in
 `vllm/v1/metrics/stats.py`.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class PrefixCacheStats:
     """Counted at each admission, since the engine's start or the last reset_prefix_cache().
 
-    A request that comes back from a preemption finds pages of its own in the cache. Such hits say
-    nothing about shared prefixes, and are counted apart ("resumed").
+    A request that comes back from a preemption finds blocks of its own in the cache. Such hits say
+    nothing about shared prefixes, and are counted separately ("resumed").
 
     Attributes:
         num_queries: first admissions.
@@ -33,7 +33,7 @@ class PrefixCacheStats:
     num_resumed_hit_tokens: int = 0
 
     def count(self, num_query_tokens: int, num_hit_tokens: int, *, is_resumed: bool) -> None:
-        """Take in one admission."""
+        """Count one admission."""
         if is_resumed:
             self.num_resumed_queries += 1
             self.num_resumed_query_tokens += num_query_tokens

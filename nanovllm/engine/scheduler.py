@@ -1,21 +1,21 @@
 """Scheduler: who runs in this step, and why the others do not.
 
-Knows two queues, three budgets (tokens a step, sequences at once, free pages) and when a sequence
+Knows two queues, three budgets (tokens a step, sequences at once, free blocks) and when a sequence
 ends. Does not know tensors, models or devices: it runs the same under a fake model in the tests.
 vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
 
-    arrivals -> waiting [w0 w1 w2 ...]                 hold no page
+    arrivals -> waiting [w0 w1 w2 ...]                 hold no block
                    | admitted, from the head    ^ preempted, to the head
                    v                            |
-                running [r0 r1 ... rN]                 hold pages for all but the newest token
+                running [r0 r1 ... rN]                 hold blocks for all but the newest token
                                          | eos, stop_token, stop_string, max_tokens, max_model_len
                                          v
                                       finished
 
 What goes into a step is a policy's choice (`policies.py`). The default, as in the article: a
-prefill if a prompt is under way or anybody can be admitted, else a decode; new requests come first,
-since each one makes every later decode step bigger. When a decode runs out of pages, the youngest
-running sequence (the tail) gives up its own, and computes them again later ("preemption by
+prefill if a prompt is under way or a request can be admitted, else a decode; new requests come
+first, since each one makes every later decode step bigger. When a decode runs out of blocks, the
+youngest running sequence (the tail) gives up its own, and is computed again later ("preemption by
 recompute").
 """
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Continuous batching over a pool of KV pages.
+    """Continuous batching over a pool of KV blocks.
 
     Args:
         block_manager: the pool.
-        max_num_seqs: at most so many sequences run at once.
-        max_num_batched_tokens: at most so many tokens are computed in a step.
-        max_model_len: prompt and completion together are at most so long.
-        max_positions: how far max_model_len could be raised; None if nobody knows.
+        max_num_seqs: at most this many sequences run at once.
+        max_num_batched_tokens: at most this many tokens are computed in a step.
+        max_model_len: prompt and completion together are at most this long.
+        max_positions: how far max_model_len could be raised; None if that is not known.
         eos_token_ids: each of these ends a sequence.
         observer: told of every decision.
         policy: fills a step's batch.
@@ -74,16 +74,16 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def is_finished(self) -> bool:
-        """Is nobody left in either queue?"""
+        """Are both queues empty?"""
         return not self.waiting and not self.running
 
     # -- arrival ---------------------------------------------------------------------------------
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request that could never finish, before anything of it exists.
+        """Refuse a request that could never finish, before it is queued.
 
         Raises:
-            RequestRefusedError: it is longer than max_model_len or than the whole page pool.
+            RequestRefusedError: it is longer than max_model_len or than the whole block pool.
         """
         if num_prompt_tokens >= self.max_model_len:
             longest = self.max_positions
@@ -98,7 +98,7 @@ class Scheduler:
                 need=num_prompt_tokens + 1,
                 have=self.max_model_len,
             )
-        # The last token is sampled but never computed: it needs no place in a page.
+        # The last token is sampled but never computed: it needs no place in a block.
         longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
         need, have = self.block_manager.blocks_for(longest), self.block_manager.num_blocks
         if need > have:
@@ -113,7 +113,7 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request that `check_request` let pass."""
+        """Queue a request that `check_request` did not refuse."""
         params = seq.sampling_params
         seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len)
         seq.end_token_ids = frozenset(params.stop_token_ids or ())
@@ -129,7 +129,7 @@ class Scheduler:
         """Choose this step's work, as the policy says.
 
         Raises:
-            RuntimeError: the policy chose nobody.
+            RuntimeError: the policy chose no sequence.
         """
         batch = Batch(self.max_num_batched_tokens)
         self.policy(self, batch)
@@ -146,21 +146,21 @@ class Scheduler:
                 self.observer.schedule_mixed(batch, self)
         return batch
 
-    # What a policy is made of: each of these adds to the batch what the budgets allow.
+    # The parts of a policy. Each adds to the batch what the budgets allow.
 
     def continue_prefill(self, batch: Batch) -> None:
         """Compute the next chunk of a prompt that was longer than what was left of a step's budget.
 
-        Nobody was admitted after it, since it had used the budget up: it is the running queue's
-        tail.
+        No request was admitted after it, since it had used up the budget: so it is the last in the
+        running queue.
         """
         if self.running and self.running[-1].is_prefilling and batch.token_budget:
             batch.add(self.running[-1])
 
     def admit(self, batch: Batch, *, chunk_any: bool = False) -> None:
-        """Move the waiting queue's head to running, again and again, until a budget says stop.
+        """Move the waiting queue's head to running, again and again, until a budget is used up.
 
-        Nobody overtakes the head: a small request behind a big one waits with it.
+        No request overtakes the head: a small request behind a big one waits with it.
 
         Args:
             batch: the step's work so far.
@@ -172,7 +172,7 @@ class Scheduler:
             batch.add(self.running[-1])
 
     def decode(self, batch: Batch) -> None:
-        """Compute one token for each running sequence, preempting the youngest if pages run out.
+        """Compute one token for each running sequence, preempting the youngest if blocks run out.
 
         Raises:
             ValueError: the batch holds something already, which might have to be preempted.
@@ -189,7 +189,7 @@ class Scheduler:
             batch.add_decode(seq)
 
     def hold(self, reason: str) -> None:
-        """Say that the policy admits nobody in this step (not calling `admit` keeps them out)."""
+        """Tell the observer that the policy admits nothing in this step: it calls no `admit`."""
         if self.waiting:
             head, num_running = self.waiting[0], len(self.running)
             self.observer.admission_stop(self, head, reason, num_running, 0)
@@ -197,7 +197,7 @@ class Scheduler:
     def postprocess(
         self, batch: Batch, token_ids: list[int], stopped: Container[Sequence] = ()
     ) -> list[Sequence]:
-        """Take in what the model computed.
+        """Update the sequences with what the model computed.
 
         Args:
             batch: what `schedule` returned.
@@ -238,15 +238,15 @@ class Scheduler:
     # -- leaving ---------------------------------------------------------------------------------
 
     def abort(self, seq: Sequence) -> None:
-        """End a waiting or running request between two steps; its pages are free at once."""
+        """End a waiting or running request between two steps; its blocks are free at once."""
         (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
         self.observer.request_abort(seq)
         self._finish(seq, "aborted")
 
     def reset(self, seqs: list[Sequence]) -> None:
-        """End all of `seqs` and forget every queue, page and published hash.
+        """End all of `seqs`, empty both queues, and make every block free and empty.
 
-        Right whatever state an interruption left behind, since it reads none of it.
+        This works after an exception at any point, since it reads no state that may be wrong.
         """
         self.waiting.clear()
         self.running.clear()
@@ -287,17 +287,17 @@ class Scheduler:
         return True
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give `seq` one more page, if need be the youngest one's. False if that was itself."""
+        """Give `seq` one more block, preempting if none is free. False if `seq` was preempted."""
         while not self.block_manager.can_append(seq):
             victim = self.running.pop()
             self._preempt(victim, for_seq=seq)
-            if victim is seq:  # it was the last one: nobody is left to make room
+            if victim is seq:  # it was the last one: no other is left to preempt
                 return False
         self.block_manager.may_append(seq)
         return True
 
     def _preempt(self, victim: Sequence, for_seq: Sequence) -> None:
-        """Take the pages of `victim` so that `for_seq` can go on. Its tokens are kept."""
+        """Take the blocks of `victim` so that `for_seq` can go on. Its tokens are kept."""
         num_computed_tokens = victim.num_computed_tokens
         freed = self.block_manager.deallocate(victim)
         self.waiting.appendleft(victim)

@@ -1,14 +1,14 @@
-"""Sequence: one request from arrival to end. The noun that the whole engine passes around.
+"""Sequence: one request from arrival to end. The object that the whole engine passes around.
 
-Knows its tokens, its pages and how far its KV cache reaches. Does not know queues, budgets or the
-pool the pages come from. vLLM's counterpart is `vllm/v1/request.py`.
+Knows its tokens, its KV blocks and how many of its tokens are computed. Does not know queues,
+budgets or the pool that the blocks come from. vLLM's counterpart is `vllm/v1/request.py`.
 
     WAITING --admitted--> RUNNING --eos, max_tokens ... (FinishReason)--> FINISHED
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
 
-A WAITING sequence holds no page; a RUNNING one holds the pages of all its tokens, except perhaps of
-the one that was sampled last.
+A WAITING sequence holds no block; a RUNNING one holds the blocks of all its tokens, except perhaps
+of the one that was sampled last.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Sequence:
         seq_id: its number, counted by the engine it belongs to.
         token_ids: prompt and completion, one list.
         sampling_params: what the request asked for.
-        seed: what its random draws depend on, beside the position.
+        seed: what its random draws depend on, besides the position.
         num_prompt_tokens: how many of `token_ids` are the prompt.
-        max_num_tokens: at this length it ends, set by the scheduler when it is queued.
-        end_token_ids: with one of these it ends before, likewise.
-        logprobs: for each generated token, token id -> log-probability; None if nobody asked.
+        max_num_tokens: it ends at this length; set by the scheduler when it is queued.
+        end_token_ids: it also ends with each of these tokens; set by the scheduler, too.
+        logprobs: for each generated token, token id -> log-probability; None if not asked for.
         status, finish_reason: where it is in its life; why it ended, None before.
         num_computed_tokens: how many leading tokens have their K and V in the blocks.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
             admitted; 0 while it waits.
-        num_prefill_tokens: its length when it was last admitted: so many tokens must be computed
-            before the next one can be sampled.
+        num_prefill_tokens: its length when it was last admitted: this many tokens must be
+            computed before the next one can be sampled.
         block_table: block numbers; token i lies in block block_table[i // block_size].
         block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
             preemption, since tokens never change).
@@ -72,7 +72,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.token_ids)  # it grows, and the caller's must not
+        self.token_ids = list(self.token_ids)  # a copy: this list grows
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.sampling_params.max_tokens
         if self.sampling_params.logprobs is not None:
@@ -120,5 +120,5 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def append_token(self, token_id: int) -> None:
-        """Take the token that was just sampled. Its K and V follow in the next step."""
+        """Append the token that was just sampled. Its K and V follow in the next step."""
         self.token_ids.append(token_id)

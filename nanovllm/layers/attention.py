@@ -1,6 +1,6 @@
-"""Attention: where a token looks back, through the pages of the KV cache.
+"""Attention: each token attends to the tokens before it, through the KV cache's blocks.
 
-A layer's cache is two tensors of pages; block b of every layer belongs to the same tokens:
+A layer's cache is two tensors of blocks; block b of every layer belongs to the same tokens:
 
         k_cache, v_cache    (num_blocks, block_size, num_kv_heads, head_dim)
 
@@ -14,8 +14,8 @@ A layer's cache is two tensors of pages; block b of every layer belongs to the s
         token t of a sequence lies in block  block_table[t // block_size],
                                   in slot    block * block_size + t % block_size
 
-Knows the order of a step: write the new keys and values, then attend. The arithmetic is a
-backend's. Does not know which blocks belong to whom: the context says so.
+Knows the order of a step: write the new keys and values, then attend. A backend does the
+arithmetic. Does not know which blocks belong to which sequence: the context says so.
 """
 
 from __future__ import annotations

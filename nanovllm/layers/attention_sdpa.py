@@ -1,15 +1,16 @@
 """SdpaBackend: paged attention through torch's scaled_dot_product_attention, on any device.
 
-torch's attention wants keys and values in one piece, so the pages of a context are gathered first:
+torch's attention wants keys and values in one piece, so the blocks of a context are gathered first:
 
         block table [0, 2], context of 6, block size 4
-        slots        0   1   2   3   8   9           one index_select a layer brings
-        gathered    [a0  a1  a2  a3  a4  a5]         the context together
+        slots        0   1   2   3   8   9           one index_select per layer gathers
+        gathered    [a0  a1  a2  a3  a4  a5]         the context
 
-Which slots, and which keys a query may see, is the same in every layer: it is planned by the first
-and left in the context for the others.
+Which slots, and which keys a query may see, is the same in every layer: the first layer plans it
+and leaves the plan in the context for the others.
 
-This is the plain way, and the measure of the faster ones. Knows nothing of how blocks are managed.
+This is the simple backend; tests compare the faster ones with it. Does not know how blocks are
+managed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class DecodePlan:
 
     Attributes:
         slots: (num_seqs * max_context_len,) int64, one sequence's context after another. Past its
-            end a sequence repeats its last slot: what lies there is a number, and not the NaN that
-            memory nobody has written yet may hold (a masked NaN still spoils the sum).
+            end a sequence repeats its last slot: that one holds numbers, but memory that was never
+            written may hold NaN (and a masked NaN still makes the sum NaN).
         mask: (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if all
             contexts are equally long.
     """
@@ -107,7 +108,7 @@ class SdpaBackend:
     def decode(
         self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
     ) -> Tensor:
-        """Attend all sequences at once, through one gather of everybody's context."""
+        """Attend all sequences at once, through one gather of all contexts."""
         if not isinstance(context.plan, DecodePlan):
             context.plan = _plan_decode(context, k_cache.shape[1], q.dtype)
         plan = context.plan

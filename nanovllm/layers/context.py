@@ -1,10 +1,10 @@
-"""What every layer may ask about the step that is being computed.
+"""Context: what a layer may need to know about the step that is being computed.
 
 A model's `forward` takes token ids and positions and nothing else, because that is all its
 mathematics needs. Attention needs more: where each new token's key and value go, where the old ones
-lie, where one sequence ends and the next begins. Passed as parameters, those would run through the
-signature of every layer that only hands them on, and would change all of them whenever one backend
-wants one more. So the runner puts them in a `Context` for the length of one forward, and the few
+lie, where one sequence ends and the next begins. Passed as parameters, they would be in the
+signature of every layer that only hands them on, and all of these would change whenever one backend
+needs one more. So the runner puts them in a `Context` for the length of one forward, and the few
 layers that need it ask. (vLLM: forward context and attention metadata.)
 
 The context lives in a `contextvars.ContextVar`, not in a module global: two engines in two threads
@@ -38,19 +38,19 @@ class Context:
         slot_mapping    3 4 | 8 9 10 11                with block_tables [[0, 1], [2, 0]]
 
     Attributes:
-        phase: `prefill` steps carry any number of new tokens a sequence, `decode` steps one.
-        slot_mapping: (num_tokens,) int64, the page slot each new token's K and V are written to.
+        phase: a `prefill` has any number of new tokens per sequence, a `decode` has one.
+        slot_mapping: (num_tokens,) int64, the slot each new token's K and V are written to.
         cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens; in decode 0, 1, 2 ...
         cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new).
         max_seqlen_q: the most new tokens of one sequence.
         max_seqlen_k: the longest context.
         context_lens: (num_seqs,) int32, tokens in the cache once this step has written its own.
-        block_tables: (num_seqs, max_num_blocks) int32, each sequence's pages in order, then zeros
+        block_tables: (num_seqs, max_num_blocks) int32, each sequence's blocks in order, then zeros
             that mean nothing. None for a prefill in which no sequence has anything cached.
         logits_indices: (num_sampled,) int64, the rows of the flat hidden states that go to the
             head. None sends all of them.
-        plan: what the attention backend derived from all this: made by the first layer that
-            attends, read by the others.
+        plan: what the attention backend derived from all this: made in the first attention
+            layer, read by the others.
     """
 
     phase: Literal["prefill", "decode"]
@@ -71,7 +71,7 @@ _current_context: ContextVar[Context] = ContextVar("nanovllm_context")
 
 @contextmanager
 def forward_context(context: Context) -> Iterator[Context]:
-    """Make `context` the one that `get_context` returns, until the block is left."""
+    """Make `context` the one that `get_context` returns, until the `with` ends."""
     token = _current_context.set(context)
     try:
         yield context
@@ -83,7 +83,7 @@ def get_context() -> Context:
     """Return the context of the step being computed.
 
     Raises:
-        RuntimeError: outside of any `forward_context`.
+        RuntimeError: called outside of any `forward_context`.
     """
     try:
         return _current_context.get()

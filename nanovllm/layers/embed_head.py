@@ -38,7 +38,7 @@ class VocabEmbedding(nn.Module):
         self.parallel = parallel
         self.partition = parallel.split(0, vocab_size)
         rows = torch.empty(self.partition.size, hidden_size)
-        rows[self.partition.num_stored :] = 0.0  # padding, which no checkpoint fills
+        rows[self.partition.num_stored :] = 0.0  # padding, which is not in the checkpoint
         self.weight = nn.Parameter(rows, requires_grad=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.weight
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add a layer's output to the residual stream; where there is none yet, `x` begins it.
+        """Add a layer's output to the residual stream; if there is none yet, `x` becomes it.
 
         Returns:
             The normed sum, which the next layer reads, and the sum, which the stream carries on.

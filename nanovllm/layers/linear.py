@@ -2,7 +2,7 @@
 
 A packed layer multiplies once where the checkpoint has several matrices that share their input:
 one large product is faster than three small ones. It knows which of its rows belong to which
-matrix, and gives them out as shards; who fills them is the loader's business.
+matrix, and returns them as shards, which the loader fills.
 
 Split by output (QKVLinear, GateUpLinear) or by input (RowLinear), each rank holds a part:
 
@@ -40,7 +40,7 @@ class Linear(nn.Module):
     """output = input @ weight.T, without a bias.
 
     Attributes:
-        weight: (out_features, in_features). After `pack` a shape without numbers.
+        weight: (out_features, in_features). After `pack` it has a shape but no data.
         packed: the same matrix in a faster order; None before `pack`.
     """
 
@@ -132,7 +132,7 @@ class QKVLinear(PackedLinear):
 class GateUpLinear(PackedLinear):
     """The MLP's gate and up projections in one product (vLLM: MergedColumnParallelLinear).
 
-    Each rank holds the same rows of both, so that it can multiply the two without asking.
+    Each rank holds the same rows of both, so that it can multiply the two without communication.
     """
 
     def __init__(

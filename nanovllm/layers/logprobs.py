@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens, and of the likeliest ones.
 
 They are those of the model's own distribution: before temperature, top-k and top-p (vLLM V1's
-default, "raw_logprobs"). Rows that ask for none are not even looked at.
+default, "raw_logprobs"). For rows that ask for none, nothing is computed.
 
 Knows logits and rows. Does not know requests.
 """
@@ -26,7 +26,7 @@ def sampled_logprobs(
     Args:
         logits: (num_rows, vocab_size) float32.
         token_ids: the sampled token of each row.
-        num_logprobs: how many of the likeliest tokens each row wants beside its own; None for
+        num_logprobs: how many of the likeliest tokens each row wants besides its own; None for
             nothing at all.
 
     Returns:

@@ -7,13 +7,13 @@ every call:
         plain      a b c d | e f g h          tiles     a b    c d
                    i j k l | m n o p                    i j    k l    ...  one after the other
 
-For a prompt of a thousand tokens that copy is nothing beside the arithmetic. A decode step has few
-tokens: it reads every weight once, multiplies it a few times and is done, and the copy costs more
-than the product. Weights do not change, so they are put into tiles once, when they are loaded.
+For a prompt of a thousand tokens that copy is cheap next to the arithmetic. A decode step has few
+tokens: it reads every weight once, multiplies it a few times and is done, and the copy costs
+more than the product. Weights do not change, so they are put into tiles once, when loaded.
 
 Knows oneDNN, by way of the operators that torch.compile uses for frozen weights. Where they are not
-(a torch without oneDNN, another device, a 16-bit type) the plain product remains, and is the oracle
-of this one. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
+available (a torch without oneDNN, another device, a 16-bit type) the plain product is used. Tests
+compare this one with it. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
 """
 
 from __future__ import annotations

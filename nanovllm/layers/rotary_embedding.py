@@ -10,8 +10,7 @@ position p is turned by p * frequency[i]:
 
 The product of a query and a key then depends on the distance of their positions only.
 
-Knows RoPE as Qwen3 uses it. How a checkpoint for long texts stretches it is in
-`utils/rope_scaling.py`.
+Knows RoPE as Qwen3 uses it. `utils/rope_scaling.py` has the scaling for long texts.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turning of a step's tokens, the same in every layer: made once, used by all.
+    """The rotation of a step's tokens, the same in every layer: made once, used by all.
 
     Attributes:
         cos: (num_tokens, 1, head_dim) float32, the cosines, twice.
@@ -53,8 +52,8 @@ class Rotation:
 class RotaryEmbedding(nn.Module):
     """The table of cosines and sines of every position from 0 to `num_positions`, exclusive.
 
-    A position's row does not depend on how many there are: a table for as long as an engine's texts
-    can become is the beginning of the one for all that the checkpoint allows.
+    A position's row does not depend on how many there are: a table for max_model_len positions
+    is the beginning of the one for all positions that the checkpoint allows.
 
     The table is float32 in a model of any dtype, also after `model.to(dtype)`: with the 8 bits of
     bfloat16, neighbouring positions would often have the same angle.
@@ -83,6 +82,6 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> Rotation:
-        """(num_tokens,) int64 -> the turning of those tokens."""
+        """(num_tokens,) int64 -> the rotation of those tokens."""
         cos, sin = self.cos_sin_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))

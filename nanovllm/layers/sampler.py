@@ -3,15 +3,15 @@
 A token is drawn by the Gumbel-max trick: add noise of the right shape to every logit and take the
 largest. The noise is **stateless**: the number added for token `i` is a function of the request's
 seed, the position in the sequence and `i`, and of nothing else. No generator has a state to keep,
-so a request draws the same tokens whoever shares its batch, however its prompt was cut into chunks,
-and again after a preemption:
+so a request draws the same tokens whatever else is in its batch, however its prompt was cut into
+chunks, and again after a preemption:
 
         seed, position ──splitmix64──> key, 64 bits      in Python, once a row
         key, i ──two rounds of a 32-bit hash──> x        in torch, for each token i
         u = (x + 0.5) / 2**32                            uniform in (0, 1)
         noise = -log(-log(u))                            Gumbel
 
-Knows nothing of requests; who has which seed and why a row is sampled is decided elsewhere.
+Knows logits, seeds and positions. Does not know requests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SamplingTensors:
             temperatures: 0 takes the likeliest token, the lowest id on ties.
             top_ks: draw among the k likeliest only; None or 0 for all.
             top_ps: draw among the likeliest that together reach this probability; 1 for all.
-            seeds: any whole number, of which the lowest 64 bits count.
+            seeds: any whole numbers; their lowest 64 bits are used.
             positions: the index, in its sequence, of the token to be drawn.
             device: where the logits will be.
         """
@@ -134,7 +134,7 @@ class Sampler(nn.Module):
 
 
 def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Set to -inf all but the top-k and, of their distribution, the top-p.
+    """Set all scores to -inf but the top-k and, within those, the top-p.
 
     Sorting is stable, so among equals the lowest ids are kept, and exactly k in all. Top-p keeps
     the token with which the sum reaches p.

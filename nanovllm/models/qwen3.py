@@ -10,13 +10,13 @@
                           └──> norm ──> lm_head ──> logits
 
 The vertical line is the residual stream. Each norm also does the addition before it, so that a
-layer hands on two tensors: its output, not yet added, and the stream.
+layer returns two tensors: its output, not yet added, and the stream.
 
-Modules bear the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
+Modules have the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
 both; matrices that are packed here and apart there are named in `packed_modules_mapping`.
 
-Knows nothing of sequences and pages: all tokens of a step are one flat batch, and `Attention` alone
-tells them apart.
+Does not know sequences and blocks: all tokens of a step are one flat batch, and only `Attention`
+knows which token belongs to which sequence.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Attention, then MLP, each behind a norm and beside the residual stream."""
+    """Attention, then MLP. A norm comes before each, and its output is added to the residual."""
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
@@ -110,7 +110,7 @@ class Qwen3DecoderLayer(nn.Module):
         Args:
             hidden_states: (num_tokens, hidden_size), what the layer before adds to the stream.
             residual: (num_tokens, hidden_size), the stream; None before the first layer.
-            rotation: the turning of the step's tokens by their positions.
+            rotation: the rotary embedding of the step's positions.
 
         Returns:
             The same two for the next layer.

@@ -37,7 +37,7 @@ from nvtrace.envelope import (
     decode_events,
 )
 from nvtrace.tally import Tally
-from nvtrace.unpack import BombError, UnpackError, unpacked
+from nvtrace.unpack import MAGIC, BombError, UnpackError, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +60,10 @@ _NO_TEXT = {  # what a file begins with, and what it is then
     b"BZh": "packed with bzip2: unpack it first",
     b"\xfd7zXZ\0": "packed with xz: unpack it first",
     b"\x04\x22\x4d\x18": "packed with lz4: unpack it first",
+    b"]\0\0": "packed with lzma: unpack it first",
+    b"7z\xbc\xaf\x27\x1c": "a 7z file: unpack it first",
     b"PK\x03\x04": "a zip file: unpack it first",
+    **dict.fromkeys(MAGIC, "packed twice: unpack it once"),
 }
 STDIN = "standard input"
 
@@ -226,9 +229,11 @@ def _decoded(
             yield records
             del records  # so that they go before the next ones come
         if isinstance(problem, str):
-            warn(problem)
-            return
-        if problem is not None:
+            if tally.num_after_footer is None:
+                warn(problem)
+                return
+            tally.num_after_footer += 1  # what comes after the end was not cut off
+        elif problem is not None:
             raise problem
     if not tally.has_header:
         raise UnreadableTraceError(f"{name} is empty: no trace was written to it")
@@ -289,7 +294,7 @@ def _one_by_one(
 
 def _check_header(record: Record, name: str | Path) -> None:
     if not isinstance(record, Header) or record.schema != "nvtrace":
-        raise UnreadableTraceError(f"{name} is not an nvtrace trace: its first line is no header")
+        raise UnreadableTraceError(_no_trace(name))
     if not 0 <= record.rank < record.world_size <= _MAX_WORLD_SIZE:
         raise UnreadableTraceError(
             f"{name} says that it is of rank {record.rank} of {record.world_size}: no run has that"
@@ -297,11 +302,22 @@ def _check_header(record: Record, name: str | Path) -> None:
     check_version({"version": [*record.version]})
 
 
-def _no_header(name: str | Path, line: bytes, error: Exception) -> str:
-    told = f"{name} is not an nvtrace trace: its first line is no header"
+def why_no_text(name: str | Path, first_line: bytes) -> str | None:
+    """What a file is that cannot be a trace, in a sentence; None if it is text, or not known."""
     for start, what in _NO_TEXT.items():
-        if line.startswith(start):
-            return f"{told}: it is {what}"
+        if first_line.startswith(start):
+            return f"{_no_trace(name)}: it is {what}"
+    return None
+
+
+def _no_trace(name: str | Path) -> str:
+    return f"{name} is not an nvtrace trace: its first line is no header"
+
+
+def _no_header(name: str | Path, line: bytes, error: Exception) -> str:
+    no_text, told = why_no_text(name, line), _no_trace(name)
+    if no_text is not None:
+        return no_text
     if b'"TRACE_HEADER"' in line and isinstance(error, msgspec.ValidationError):
         return f"{told} that can be right ({str(error)[:_MAX_MESSAGE_LEN]})"
     return told

@@ -21,11 +21,15 @@ _EVENT_ID = attrgetter("event_id")
 
 
 class Tally:
-    """Counts what is not known, and what is not there: events are numbered without gaps."""
+    """Counts what is not known, and what is not there: events are numbered without gaps.
+
+    Attributes:
+        num_after_footer: lines that came after the footer; None before there is one.
+    """
 
     def __init__(self) -> None:
         self._last: Record | None = None
-        self._num_after_footer: int | None = None  # None before there is one
+        self.num_after_footer: int | None = None
         self._last_id = 0
         self._num_missing = 0
         self._is_filtered = False
@@ -44,10 +48,10 @@ class Tally:
         if isinstance(records[0], Header):
             self._is_filtered = records[0].is_filtered
         self._last = records[-1]
-        if self._num_after_footer is not None:
-            self._num_after_footer += len(records)
+        if self.num_after_footer is not None:
+            self.num_after_footer += len(records)
         elif Footer in (types := [*map(type, records)]):
-            self._num_after_footer = len(types) - 1 - types.index(Footer)
+            self.num_after_footer = len(types) - 1 - types.index(Footer)
         try:
             event_ids = [*map(_EVENT_ID, records)]
         except AttributeError:  # a header, or events that are not known
@@ -83,8 +87,8 @@ class Tally:
         if num_missing > 0:
             missing = f"{num_missing} events are missing"
             yield f"{name}: {missing}, by the numbers of those that are there"
-        if self._num_after_footer:
-            behind = f"{self._num_after_footer} lines come after the footer"
+        if self.num_after_footer:
+            behind = f"{self.num_after_footer} lines come after the footer"
             yield f"{name}: {behind}, which should be the last"
-        if self._num_after_footer is None:
+        if self.num_after_footer is None:
             yield f"{name} has no footer: the run was cut off; everything it wrote was read"

@@ -24,7 +24,7 @@ MOST_TIMES = 250  # that a trace can become larger: the dullest that was tried b
 HARMLESS_BYTES = 4 * 2**20  # may be made of anything
 
 _GZIP, _ZSTD, _SKIPPABLE = "gzip", "zstd", "skippable"
-_MAGIC = {
+MAGIC = {  # what a packed file begins with
     b"\x1f\x8b": _GZIP,
     b"\x28\xb5\x2f\xfd": _ZSTD,
     **{bytes([first]) + b"\x2a\x4d\x18": _SKIPPABLE for first in range(0x50, 0x60)},
@@ -116,11 +116,11 @@ class _Source:
 
     def kind(self) -> str | None:
         """What begins here; None if it is nothing packed, or the end."""
-        while any(magic != self.data and magic.startswith(self.data) for magic in _MAGIC):
+        while any(magic != self.data and magic.startswith(self.data) for magic in MAGIC):
             if not self._more():
                 self.is_cut |= bool(self.data)
                 return None
-        return next((kind for magic, kind in _MAGIC.items() if self.data.startswith(magic)), None)
+        return next((kind for magic, kind in MAGIC.items() if self.data.startswith(magic)), None)
 
     def member(self, kind: str) -> Iterator[bytes]:
         """What the member, or frame, that begins here holds."""

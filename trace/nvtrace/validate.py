@@ -20,7 +20,7 @@ import msgspec
 
 from nvtrace.envelope import SCHEMA, Footer, Header, Record, Unknown, check_version, decode_strictly
 from nvtrace.events import Event, tag_of
-from nvtrace.reader import UnreadableTraceError, name_of, open_trace, raw_lines
+from nvtrace.reader import UnreadableTraceError, name_of, open_trace, raw_lines, why_no_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,13 +143,18 @@ def validate(
         warn: takes a sentence about what is no fault, but not all one would wish.
 
     Raises:
-        UnreadableTraceError: no such file, an empty one, or one that cannot be decompressed.
+        UnreadableTraceError: no such file, an empty one, or one that is packed or encoded in a
+            way that is not read.
         NewerTraceError: the trace's format is of a newer major version.
     """
     name = name_of(source)
     with open_trace(source) as file:
         for number, line, is_whole in raw_lines(file, name):
-            if not is_whole and number > 1 and _read(line)[1] is not None:
+            no_text = None if validator.num_lines else why_no_text(name, line)
+            if no_text is not None:
+                raise UnreadableTraceError(no_text)
+            may_be_cut = not is_whole and number > 1 and not validator.has_footer
+            if may_be_cut and _read(line)[1] is not None:
                 warn(f"{name}: the last line ({number}) is cut")
                 break
             yield from validator.take(number, line)

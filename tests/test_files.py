@@ -287,7 +287,7 @@ def test_an_open_file_is_written_where_its_descriptor_is(
     os.write(descriptor, b"before\n")
     write_hello(name)
     for existing in ("keep", "replace", "error"):
-        with record(name, existing=existing) as recorder:  # type: ignore[arg-type]  # literals
+        with record(name, existing=existing) as recorder:
             assert (recorder.kept, recorder.trace.sink.place) == (None, None)
     try_beside(name)
     os.write(descriptor, b"after\n")

@@ -611,6 +611,47 @@ def test_a_trace_that_is_removed_while_it_is_written_fails_the_run(
     assert files_here() == {}
 
 
+@pytest.mark.parametrize("moved", ["file", "folder", "renamed", "unknown"])
+def test_a_trace_that_is_moved_while_it_is_written_is_told_where_it_is(
+    moved: str,
+    oracle: Oracle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ready = recorder.Recorder.engine_ready
+    out = Path("d", "trace.jsonl")
+    new = {"file": "e/trace.jsonl", "folder": "g/trace.jsonl", "renamed": "d/other.jsonl"}.get(
+        moved, "e/linked.jsonl"
+    )
+    Path("d").mkdir()
+    Path("e").mkdir()
+
+    def move(self: recorder.Recorder, *facts: Any) -> None:  # noqa: ANN401 - the hook's own
+        ready(self, *facts)
+        if moved == "folder":
+            Path("d").rename("g")
+        elif moved == "unknown":  # not the name by which it was opened
+            Path(new).hardlink_to(out)
+            out.unlink()
+        else:
+            out.rename(new)
+
+    monkeypatch.setattr(recorder.Recorder, "engine_ready", move)
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2", "--out", str(out)))
+    assert outcome.code == 0
+    assert text_of(oracle.greedy([8], 2)) in outcome.out
+    assert isinstance([*read_trace(new, warn=pytest.fail)][-1], Footer)
+    assert f"{out} was moved " in outcome.err
+    if moved == "unknown":
+        assert "look for it there" in outcome.err
+        assert "next:" not in outcome.err
+    else:
+        place = Path(new) if moved == "renamed" else tmp_path / new
+        assert f"this run's trace is {place}\n" in outcome.err
+        assert f"the trace is in {place}; next:" in outcome.err
+
+
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from nvtrace.diff import ShortState, diff
 from nvtrace.envelope import Footer, Header
 from nvtrace.reader import read_trace
 from nvtrace.replay import InconsistentTraceError
-from support.cli import call
+from support.cli import ROOT, call
 from support.cli_traces import Ask, chunked_run, crowded_run, write_records, write_trace
 from support.recording import BUSY, BUSY_MIXED, Recording
 from support.workload import workloads
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from nvtrace.envelope import Record
     from support.workload import Workload
+
+RANKS = [str(ROOT / "docs" / "traces" / f"two-ranks{rank}.jsonl.zst") for rank in ("", ".rank1")]
 
 
 def changed(records: list[Record], change: Callable[[ev.Event], ev.Event]) -> list[Record]:
@@ -302,6 +304,9 @@ def test_latencies_that_nobody_knows_are_left_out(
         (("-", "-"), 2, "standard input holds one trace"),
         (("missing.jsonl", "missing.jsonl"), 3, "no such file"),
         (("a", "b", "--json", "--plain"), 2, "give one"),
+        ((RANKS[0], RANKS[1]), 2, f"{RANKS[1]} is rank 1's own trace"),
+        ((RANKS[1], RANKS[0], "--json"), 2, f"{RANKS[1]} is rank 1's own trace"),
+        ((RANKS[1], RANKS[1]), 2, "are in rank 0's, "),
     ],
 )
 def test_what_cannot_be_compared_is_said(

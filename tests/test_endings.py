@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import textwrap
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,64 @@ def test_a_killed_worker_fails_the_run_by_name(middle: Middle) -> None:
     assert (code, out) == (5, "")
     assert last_words.startswith("nvtrace: rank 1 was killed by SIGKILL")
     assert footers(middle.trace) == ["error"]
+
+
+# -- a command that ends before its files are whole ------------------------------------------------
+
+
+@contextmanager
+def half_read(
+    folder: Path, *arguments: str, before: tuple[str, ...] = ()
+) -> Iterator[Popen[bytes]]:
+    """A command that has begun a file in `folder`, and waits for the rest of a trace in stdin."""
+    process = subprocess.Popen(
+        [*before, *command(*arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(TMPDIR=str(folder)),
+        cwd=folder,
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(Recording(BUSY).data[:-10])
+        process.stdin.flush()
+        found, before_it = [*folder.rglob("*")], None
+        while not found or len(found) != before_it:  # until it has taken in what there is
+            assert process.poll() is None
+            time.sleep(0.05)
+            found, before_it = [*folder.rglob("*")], len(found)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+HALF_READ = [
+    ("export", "-", "--to", "perfetto", "--out", "out.json"),
+    ("export", "-", "--to", "csv", "--out", "out"),
+    ("at", "-", "3"),
+]
+
+
+@pytest.mark.parametrize("arguments", HALF_READ, ids=" ".join)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
+def test_a_signal_leaves_no_file_that_is_not_whole(
+    number: signal.Signals, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    with half_read(tmp_path, *arguments) as process:
+        process.send_signal(number)
+        code = process.wait(PATIENCE)
+    assert code == (130 if number == signal.SIGINT else -number)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("arguments", HALF_READ, ids=" ".join)
+def test_under_nohup_a_hangup_ends_nothing(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    with half_read(tmp_path, *arguments, before=("nohup",)) as process:
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
 
 
 # -- a full disk -----------------------------------------------------------------------------------

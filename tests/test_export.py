@@ -633,6 +633,29 @@ def test_a_wrong_wish_is_one_sentence(
     assert crowded.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["trace.jsonl", "link", "/dev/stdin", "/dev/fd/0"])
+@pytest.mark.parametrize("source", ["-", "/dev/stdin", "trace.jsonl"])
+def test_the_trace_that_comes_through_stdin_is_not_written_over(
+    source: str, name: str, crowded: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(crowded.read_bytes())
+    (tmp_path / "link").symlink_to(trace)
+    with trace.open("rb") as file:
+        done = subprocess.run(
+            command("export", source, "--to", "perfetto", "--out", name),
+            stdin=file,
+            capture_output=True,
+            text=True,
+            env=environment(),
+            cwd=tmp_path,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"nvtrace: --out {name} is the trace itself: name another file\n"
+    assert trace.read_bytes() == crowded.read_bytes()
+
+
 def test_a_trace_that_breaks_leaves_the_older_export_alone(
     crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nvtrace.catalog import load_catalog
-from nvtrace.files import give, make, move, together, written
+from nvtrace.files import give, make, move, together, try_beside, written
 from nvtrace.recorder import record
 from nvtrace_cli.run import recording, stopping_between_steps
 from support.cli import environment
@@ -269,6 +269,63 @@ def test_a_device_is_written_and_a_link_to_it_stays(tmp_path: Path) -> None:
     assert link.is_symlink()
     os.close(ours)
     os.close(device)
+
+
+@pytest.mark.parametrize("place", ["/dev/fd", "/proc/self/fd", "/proc/thread-self/fd", "link"])
+@pytest.mark.parametrize("flags", [os.O_APPEND, 0])
+def test_an_open_file_is_written_where_its_descriptor_is(
+    place: str, flags: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "file"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | flags)
+    name = Path(place) / str(descriptor)
+    if place == "link":
+        name = tmp_path / "link"
+        name.symlink_to(f"/dev/fd/{descriptor}")
+    os.write(descriptor, b"before\n")
+    write_hello(name)
+    for existing in ("keep", "replace", "error"):
+        with record(name, existing=existing) as recorder:
+            assert (recorder.kept, recorder.trace.sink.place) == (None, None)
+    try_beside(name)
+    os.write(descriptor, b"after\n")
+    os.close(descriptor)
+    before, hello, *events, after = file.read_text("utf-8").splitlines()
+    assert (before, hello, after) == ("before", "hello", "after")
+    assert [json.loads(line)["event"] for line in events] == ["TRACE_HEADER", "TRACE_FOOTER"] * 3
+    assert [*folder.iterdir()] == [file]
+
+
+def test_another_processs_open_file_is_written_at_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("before\n")
+    with file.open("a") as stream:
+        waiting = [sys.executable, "-c", "input()"]
+        other = subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=stream)
+    try:
+        write_hello(Path(f"/proc/{other.pid}/fd/1"))
+    finally:
+        other.kill()
+        other.communicate(timeout=PATIENCE)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "file": "before\nhello\n"
+    }
+
+
+def test_what_is_not_open_for_writing_is_an_error_and_stays(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with file.open() as stream:
+        name = Path(f"/dev/fd/{stream.fileno()}")
+        for make_it in (write_hello, lambda path: make(path, "keep")):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                make_it(name)
+    for closed in (name, Path("/dev/fd/99999999999999999999")):
+        with pytest.raises(FileNotFoundError):
+            write_hello(closed)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"file": "mine"}
 
 
 def test_a_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +18,7 @@ from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
 from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import load
+from nvtrace.catalog import load_catalog
 from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.led import about_rank, saying_whose
 from nvtrace.pipeline import Sink
@@ -23,7 +26,8 @@ from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
 from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace
 from nvtrace.recorder import record
 from nvtrace_cli.main import run_command
-from support.cli import ROOT, call
+from nvtrace_cli.run import recording, stopping_between_steps
+from support.cli import ROOT, call, command, environment
 from support.cli_traces import write_records
 from support.oracle import Oracle, save_tokenizer
 from support.ranks import worker_pids
@@ -68,6 +72,7 @@ def test_a_ranks_trace_names_rank_0s(name: str) -> None:
     path = Path("runs") / name
     assert about_rank(rank_path(path, 3), 3).endswith(f"are in rank 0's, {path}")
     assert about_rank("elsewhere.jsonl", 3).endswith("are in rank 0's trace")
+    assert about_rank("-", 3).startswith("standard input is rank 3's own trace")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +157,59 @@ def test_older_traces_of_all_ranks_are_kept_together(tmp_path: Path) -> None:
 def test_keeping_stops_where_there_is_no_more(tmp_path: Path) -> None:
     keep_ranks(tmp_path / "trace.jsonl", tmp_path / "trace.1.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("has_rank_0", [True, False])
+def test_of_every_older_trace_it_is_said_where_it_is_now(
+    tmp_path: Path,
+    oracle: Oracle,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    has_rank_0: bool,
+    is_ready: bool,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    older = {rank_path(path, rank): f"old {rank}" for rank in range(not has_rank_0, 3)}
+    for file, text in older.items():
+        file.write_text(text, encoding="utf-8")
+    with (
+        stopping_between_steps(lambda _events: None) as tap,
+        recording(path, tap, load_catalog("en")) as recorder,
+    ):
+        config = Config.create(oracle.folder, {"tensor_parallel_size": 2})
+        recorder.engine_init(config, ModelConfig.from_folder(oracle.folder))
+        tap.has_engine = is_ready
+    told = dict(re.findall("nvtrace: (.*) was there: it is now (.*)\n", capsys.readouterr().err))
+    renamed = [*older] if has_rank_0 else [rank_path(path, 1)]
+    assert [*told] == ([str(file) for file in renamed] if is_ready else [])
+    for file, text in older.items():
+        assert Path(told.get(str(file), file)).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_no_ranks_trace_goes_where_a_stream_goes(
+    stream: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "r.rank2.jsonl"
+    with taken.open("w+", encoding="utf-8") as file:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        done = subprocess.run(
+            command("run", "example", "--tp", "3", "--device", "cpu", "--out", "r.jsonl"),
+            **streams | {stream: file},
+            text=True,
+            env=environment(),
+            cwd=tmp_path,
+            check=False,
+        )
+    said = done.stderr or taken.read_text("utf-8")
+    assert done.returncode == 2
+    assert "--out r.rank2.jsonl: rank 2's trace goes to a file of its own" in said
+    assert [*tmp_path.iterdir()] == [taken]
+    taken.unlink()
+    taken.mkdir()
+    outcome = call(capsys, "run", "example", "--tp", "3", "--out", tmp_path / "r.jsonl")
+    assert (outcome.code, "that is a folder" in outcome.err) == (2, True)
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])

@@ -35,7 +35,7 @@ from support.recording import BUSY, Recording
 from support.workload import MemoryFile, workloads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nvtrace.envelope import Record
     from nvtrace.whatif import Arrivals
@@ -543,6 +543,28 @@ def test_a_simulation_that_fails_leaves_files_as_they_were(
     assert call(capsys, "whatif", trace, "--out", out).code == 130
     assert out.read_text() == "older"
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_simulated_trace_that_is_moved_or_removed_is_told_so(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, new = tmp_path / "again.jsonl", tmp_path / "folder" / "moved.jsonl"
+    new.parent.mkdir()
+    close = Sink.close
+    for take_away, code, said in (
+        (lambda: out.rename(new), 0, f"simulated trace: {new}"),
+        (out.unlink, 5, f"{out} was removed while it was written: there is no trace"),
+    ):
+
+        def close_late(sink: Sink, take_away: Callable[[], object] = take_away) -> None:
+            if sink.made is not None:  # the one that is kept
+                take_away()
+            close(sink)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Sink, "close", close_late)
+            outcome = call(capsys, "whatif", trace, "--out", out)
+        assert (outcome.code, said in outcome.err) == (code, True), outcome.err
 
 
 def test_whatif_loads_no_torch_and_no_pandas(trace: Path) -> None:

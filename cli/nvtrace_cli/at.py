@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvtrace_cli.failures import UsageError
+from nvtrace_cli.failures import UsageError, tidy_ends
 from nvtrace_cli.options import LangOption, say, words
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def at(
         raise UsageError("--backwards is a way to search: give --until CONDITION as well")
     from nvtrace_cli.views import at as view  # noqa: PLC0415 - --help needs no rich
 
-    with _film(file) as film:
+    with tidy_ends(), _film(file) as film:
         found = _look(film, step, moment, until, is_backwards=backwards)
         if found.schedule is None:
             _say_whose(film, file)
@@ -129,7 +129,7 @@ def _say_whose(film: Film, file: str) -> None:
 
     rank = film.header.rank
     if rank:
-        _warn(about_rank("stdin" if file == "-" else file, rank))
+        _warn(about_rank(file, rank))
 
 
 @contextmanager

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, no_stdout_is_no_failure
+from nvtrace_cli.failures import (
+    CommandError,
+    RunFailedError,
+    UsageError,
+    no_stdout_is_no_failure,
+    tidy_ends,
+)
 from nvtrace_cli.options import say
 from nvtrace_cli.outputs import check_out, prove_writable, refuse_streams, writing
 
@@ -207,7 +213,7 @@ def _write(report: Report, out: Path) -> None:
     from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.files import written  # noqa: PLC0415 - the same
 
-    with writing(out, RunFailedError), written(out) as file:
+    with tidy_ends(), writing(out, RunFailedError), written(out) as file:
         file.write(encode(report))
 
 

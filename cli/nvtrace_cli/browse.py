@@ -20,10 +20,10 @@ from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
 from nvtrace.snapshots import Film, NoSuchStepError
 from nvtrace.unpack import is_packed
 from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
-from nvtrace_cli.failures import UsageError
+from nvtrace_cli.failures import UsageError, tidy_ends
 from nvtrace_cli.options import say
 from nvtrace_cli.reel import Reel
-from nvtrace_cli.terminal import lent_terminal, refuse_unless_terminal, tidy_ends
+from nvtrace_cli.terminal import lent_terminal, refuse_unless_terminal
 from nvtrace_cli.views.browser import Scene, Screen
 from nvtrace_cli.views.reading import reading_bar
 

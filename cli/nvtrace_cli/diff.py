@@ -43,8 +43,8 @@ def diff(
     Who is scheduled, preempted and admitted, and on which pages, are effects of decisions; why, are
     their reasons. What was asked (prompts, parameters, seeds) is input. It is reported, as times
     are, and never counts. Data goes to stdout, messages to stderr. Exit codes: 0 the same
-    decisions, 1 they differ, 2 wrong usage, 3 not a readable trace, 4 a trace newer than this
-    nvtrace.
+    decisions, 1 they differ, 2 wrong usage, or the trace of a rank that decides nothing, 3 not a
+    readable trace, 4 a trace newer than this nvtrace.
     """
     from nvtrace.diff import diff as compare  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace_cli.views import diff as view  # noqa: PLC0415 - nor rich
@@ -68,7 +68,12 @@ def _records(file: str) -> Iterator[Record]:
     from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
-    return saying_whose(read_trace(file, warn=_warn), file, _warn)
+    return saying_whose(read_trace(file, warn=_warn), file, _refuse)
+
+
+def _refuse(whose: str) -> None:
+    """Where nothing is decided, nothing can be compared."""
+    raise UsageError(whose)
 
 
 def _warn(message: str) -> None:

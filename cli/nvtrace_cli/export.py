@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvtrace_cli.failures import OUTPUT_FAILED, CommandError, UsageError
+from nvtrace_cli.failures import OUTPUT_FAILED, CommandError, UsageError, tidy_ends
 from nvtrace_cli.options import LangOption, say, words
-from nvtrace_cli.outputs import check_out, is_stream, writing
+from nvtrace_cli.outputs import check_out, is_input, is_stream, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,10 +66,11 @@ def export(
         out = None
     module = _FOLDER_MODULES.get(to)
     try:
-        if module is None:
-            number, unit = _export_lines(file, to.value, out), "export_lines"
-        else:
-            number, unit = _export_folder(file, module, to, out), "export_rows"
+        with tidy_ends():
+            if module is None:
+                number, unit = _export_lines(file, to.value, out), "export_lines"
+            else:
+                number, unit = _export_folder(file, module, to, out), "export_rows"
     except OverflowError as error:  # a number of hundreds of digits
         raise UsageError(
             f"{file} holds a number that is too large for --to {to} ({error}): "
@@ -123,7 +124,7 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
 def _refuse(file: str, out: Path) -> None:
     """Never write where somebody else's work may lie."""
     check_out(out)
-    if file != "-" and out.exists() and Path(file).exists() and out.samefile(file):
+    if is_input(out, file):
         raise UsageError(f"--out {out} is the trace itself: name another file")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 USAGE = 2
 UNREADABLE_TRACE = 3
@@ -29,6 +30,7 @@ RUN_FAILED = 5
 OWN_FAULT = 70
 OUTPUT_FAILED = 74
 INTERRUPTED = 130
+_ENDS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # not every system has all of them
 
 
 class CommandError(Exception):
@@ -84,3 +86,41 @@ def interrupts_end_it() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Ended(BaseException):
+    """A signal asks the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def tidy_ends() -> Iterator[None]:
+    """Let a signal that ends the process wait until all that was begun is brought to an end.
+
+    Then the process ends by that signal, as everybody expects. What is ignored stays ignored, as
+    under nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other may say what it does
+        yield
+        return
+    numbers = [getattr(signal, name) for name in _ENDS if hasattr(signal, name)]
+    caught = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for each in caught:  # a second one must not break off what the first one brings to an end
+            signal.signal(each, signal.SIG_IGN)
+        raise _Ended(number)
+
+    for number in caught:
+        signal.signal(number, end)
+    try:
+        yield
+    except _Ended as ended:
+        signal.signal(ended.number, signal.SIG_DFL)
+        os.kill(os.getpid(), ended.number)
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)

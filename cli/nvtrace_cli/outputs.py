@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvtrace_cli.failures import CommandError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _STREAMS = {1: "answers go to stdout", 2: "messages go to stderr"}
 
@@ -64,6 +64,14 @@ def is_stream(out: Path, descriptor: int) -> bool:
         there = out.stat()
         is_kept = not stat.S_ISCHR(there.st_mode) or os.isatty(descriptor)
         return is_kept and os.path.samestat(there, os.fstat(descriptor))
+    return False
+
+
+def is_input(out: Path, file: str) -> bool:
+    """Is `out` what is read, by whatever name? "-" is stdin."""
+    with suppress(OSError):  # stdin may be closed, and neither need be there
+        given = os.fstat(0) if file == "-" else Path(file).stat()
+        return os.path.samestat(out.stat(), given)
     return False
 
 

@@ -29,7 +29,7 @@ from nvtrace_cli.options import (
     template_kwargs,
     words,
 )
-from nvtrace_cli.outputs import check_out, refuse_streams, writing
+from nvtrace_cli.outputs import check_out, prove_writable, refuse_streams, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,8 +113,7 @@ def run(
         raise UsageError(_unknown(name, list(SCENARIOS)))
     _check_sampling(temperature, max_tokens)
     _check_prompts(prompt or [])
-    refuse_streams(out, "a trace")
-    check_out(out)
+    _check_outs(out, tp)
     _check_policy(policy)
     _check_device(device)
     options = Options(
@@ -134,7 +133,7 @@ def run(
         view.print_answers(answers, catalog, is_quiet=quiet)
     if fault is not None:
         raise RunFailedError(fault)
-    if not quiet:
+    if not quiet and place.exists():
         is_hidden = not which("nvtrace") and which(sys.argv[0])  # .venv/bin/nvtrace, say
         command = sys.argv[0] if is_hidden else "nvtrace"
         say(
@@ -184,7 +183,8 @@ def _record(
             answers = run_scenario(scenario, recorder, options)
     except KeyboardInterrupt:
         if recorder is not None and tap is not None and tap.has_engine:
-            say(catalog.ui("run_interrupted", trace=_place(recorder, out, catalog)))
+            place = _place(recorder, out, catalog)
+            say(_fault(recorder, place) or catalog.ui("run_interrupted", trace=place))
         raise
     except CommandError:
         raise
@@ -194,25 +194,30 @@ def _record(
         if isinstance(error, ValueError) and tap is not None and not tap.has_engine:
             raise UsageError(str(error)) from error  # an option that this model cannot have
         raise RunFailedError(f"the run failed: {type(error).__name__}: {error}") from error
-    sink, place = recorder.trace.sink, _place(recorder, out, catalog)
-    if sink.made is not None and sink.made.path is not None and sink.place is None:
-        return answers, place, f"{place} was removed while it was written: there is no trace"
-    if sink.error is None:
-        return answers, place, None
-    return (
-        answers,
-        place,
-        (f"{place} is not whole, {sink.num_lost} lines could not be written: {sink.error}"),
-    )
+    place = _place(recorder, out, catalog)
+    return answers, place, _fault(recorder, place)
+
+
+def _fault(recorder: Recorder, place: Path) -> str | None:
+    """What is wrong with the trace after its end."""
+    sink = recorder.trace.sink
+    if sink.is_removed:
+        return f"{place} was removed while it was written: there is no trace"
+    if sink.error is not None:
+        return f"{place} is not whole, {sink.num_lost} lines could not be written: {sink.error}"
+    return None
 
 
 def _place(recorder: Recorder, out: Path, catalog: Catalog) -> Path:
-    """Where the trace is after its end; it is said if another run took its name."""
-    made, place = recorder.trace.sink.made, recorder.trace.sink.place
-    if made is None or place in {None, made.path}:
+    """Where the trace is after its end; it is said if somebody moved it."""
+    sink = recorder.trace.sink
+    if sink.made is None or sink.is_removed or sink.place == sink.made.path:
         return out
-    say(catalog.ui("run_moved", trace=out, place=place))
-    return place
+    if sink.place is None:
+        say(catalog.ui("run_moved_away", trace=out))
+        return out
+    say(catalog.ui("run_moved", trace=out, place=sink.place))
+    return sink.place
 
 
 @contextmanager
@@ -236,8 +241,9 @@ def recording(out: Path, tap: StoppingTap, catalog: Catalog) -> Iterator[Recorde
             yield recorder
         finally:
             kept = recorder.kept if tap.has_engine else recorder.undo()
-            if kept is not None:
-                say(catalog.ui("run_kept", trace=out, kept=kept))
+            own = [] if kept is None else [(out, kept)]
+            for older, new in [*own, *recorder.kept_others]:
+                say(catalog.ui("run_kept", trace=older, kept=new))
 
 
 class StoppingTap:
@@ -310,6 +316,18 @@ def stopping_between_steps(tap: Callable[[list[Event]], None]) -> Iterator[Stopp
 def _engine_options(policy: str | None, tp: int, device: str) -> dict[str, str | int]:
     options: dict[str, str | int] = {"tensor_parallel_size": tp, "device": device}
     return options if policy is None else options | {"policy": policy}
+
+
+def _check_outs(out: Path, num_ranks: int) -> None:
+    from nvtrace.reader import rank_path  # noqa: PLC0415 - --help needs no msgspec
+
+    refuse_streams(out, "a trace")
+    check_out(out)
+    for rank in range(1, num_ranks):
+        path = rank_path(out, rank)
+        refuse_streams(path, f"rank {rank}'s trace")
+        check_out(path)
+        prove_writable(path)  # what is no folder, as /dev/fd, takes no file beside rank 0's
 
 
 def _check_sampling(temperature: float | None, max_tokens: int | None) -> None:

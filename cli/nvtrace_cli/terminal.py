@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"  # the other screen, no cursor, empty
 _LEAVE = "\x1b[0m\x1b[2J\x1b[?25h\x1b[?1049l"  # what a resize may keep of it is empty
 _ESCAPE_SECONDS = 0.05  # an arrow key's bytes come together; a lone escape has nothing after it
-_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class _Ended(BaseException):
-    """A signal asks the process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def refuse_unless_terminal() -> None:
@@ -55,23 +46,6 @@ def refuse_unless_terminal() -> None:
             raise UsageError(f"--interactive needs a terminal, and {name} is none")
     if os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
         raise UsageError("--interactive draws on the whole screen, and TERM says it cannot be done")
-
-
-@contextmanager
-def tidy_ends() -> Iterator[None]:
-    """Let a signal that ends the process wait until all that was begun is brought to an end.
-
-    Then the process ends by that signal, as everybody expects.
-    """
-    before = {number: signal.signal(number, _end) for number in _ENDS}
-    try:
-        yield
-    except _Ended as end:
-        signal.signal(end.number, signal.SIG_DFL)
-        os.kill(os.getpid(), end.number)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -197,7 +171,3 @@ class Terminal:
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     pass
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    raise _Ended(number)

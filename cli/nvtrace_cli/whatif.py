@@ -156,6 +156,8 @@ def _open(out: Path) -> Sink:
 
 
 def _say_how_it_went(sink: Sink, outcome: Outcome, name: str) -> None:
+    if sink.is_removed:
+        raise RunFailedError(f"{name} was removed while it was written: there is no trace")
     if sink.error is not None:
         raise RunFailedError(f"{name} is not whole ({sink.error})")
     if outcome.num_untimed:

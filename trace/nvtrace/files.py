@@ -7,8 +7,8 @@ A name can change hands between a look at it and a deed. So nothing here looks a
     give       a file gets a name by a link, which replaces nothing
     written    a file is written under a name that nobody has, then renamed to its own
 
-Links are followed: the file that a link leads to is kept or replaced, and the link stays. A pipe or
-a device is written straight.
+Links are followed: the file that a link leads to is kept or replaced, and the link stays. A pipe, a
+device and what a name like /dev/fd/3 stands for are written straight.
 
 Knows names and descriptors. Does not know what is in a file.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 import tempfile
 import time
@@ -40,6 +41,8 @@ Existing = Literal["keep", "replace", "error"]
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _SECONDS_BETWEEN_LOOKS = 0.002
 _LOOKS = 500  # for a file of ours that somebody else is renaming
+_MOST_LINKS = 40  # that lead on from one name: Linux follows as many
+_DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd|/dev/fd")  # folders of open files
 
 
 class OwnFile(io.FileIO):
@@ -65,7 +68,7 @@ class Made:
 
     Attributes:
         file: open for writing.
-        path: where it was made; None for a pipe or a device, which were there before.
+        path: where it was made; None for what is written straight, which was there before.
         kept: where an older file is now that had this path.
         older: which file that is.
     """
@@ -76,13 +79,24 @@ class Made:
     older: stat_result | None = None
 
     def names(self) -> list[Path]:
-        """The names that the file has now, in its folder; somebody else may have renamed it."""
+        """The names that the file has now, in its folder; somebody else may have renamed it.
+
+        If it has none there, the one that it was moved to, where the system tells that.
+        """
         for _ in range(_LOOKS):
             names = self._names_now()
             if self.path is None or names or not os.fstat(self.file.fileno()).st_nlink:
                 break
             time.sleep(_SECONDS_BETWEEN_LOOKS)  # it has no name here while somebody renames it
-        return sorted(names, key=lambda name: name != self.path)
+        return sorted(names, key=lambda name: name != self.path) or self._name_elsewhere()
+
+    def _name_elsewhere(self) -> list[Path]:
+        descriptor = self.file.fileno()
+        with suppress(OSError):  # only Linux tells it
+            if self.path is not None:
+                name = Path(f"/proc/self/fd/{descriptor}").readlink()
+                return _if_same(name, os.fstat(descriptor))
+        return []
 
     def _names_now(self) -> list[Path]:
         own = os.fstat(self.file.fileno())
@@ -366,23 +380,21 @@ def _draft(path: Path) -> Iterator[tuple[OwnFile, Path]]:
         The file, with the permissions of the one that it is to replace, and its name.
     """
     name = name_beside(path)
-    file = OwnFile(os.open(name, _NEW, 0o666))
-    try:
+    with ExitStack() as undoing:
+        undoing.callback(name.unlink, missing_ok=True)
+        file = undoing.enter_context(OwnFile(os.open(name, _NEW, 0o666)))
         with suppress(FileNotFoundError):
             older = path.stat()
             with suppress(PermissionError):
                 os.fchown(file.fileno(), older.st_uid, older.st_gid)
             os.fchmod(file.fileno(), stat.S_IMODE(older.st_mode))
         yield file, name
-    except BaseException:
-        file.close()
-        name.unlink(missing_ok=True)
-        raise
+        undoing.pop_all()
 
 
 def try_beside(path: Path) -> None:
-    """Raise the OSError that `written` would raise at its start. Opens no pipe and no device."""
-    if not path.exists() or path.is_file():
+    """Raise the OSError that `written` would raise at its start. Opens nothing that is there."""
+    if _descriptor_name(path) is None and (not path.exists() or path.is_file()):
         name = name_beside(_end_of_link(path))
         os.close(os.open(name, _NEW))
         name.unlink()
@@ -409,10 +421,16 @@ def _end_of_link(path: Path) -> Path:
 
 
 def _open_special(path: Path) -> int | None:
-    """Open what is no plain file, as a pipe or a device; None if it is one, or if nothing is there.
+    """Open what is written straight: a pipe, a device, an open file that /dev/fd/3 stands for.
 
     Nothing is made or made shorter by it.
+
+    Returns:
+        The descriptor. None if it is a plain file, or if nothing is there.
     """
+    name = _descriptor_name(path)
+    if name is not None:
+        return _open_again(name)
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
             descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY)
@@ -420,3 +438,39 @@ def _open_special(path: Path) -> int | None:
                 return descriptor
             os.close(descriptor)  # a plain file took its place
     return None
+
+
+def _descriptor_name(path: Path) -> Path | None:
+    """The name in /proc/*/fd or /dev/fd that `path` is, or leads to; None for any other path.
+
+    The file behind it may have another name, or none: what is done to that name is not meant.
+    """
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(path.parent)
+        if _DESCRIPTORS.fullmatch(folder) and path.name.isdecimal():
+            return Path(folder, path.name)
+        if not path.is_symlink():
+            break
+        path = Path(folder, path.readlink())
+    return None
+
+
+def _open_again(name: Path) -> int:
+    """Open what a name in /proc/*/fd or /dev/fd stands for: to write where its owner would.
+
+    Another process's is written at its end.
+
+    Raises:
+        OSError: it is not open, or not for writing.
+    """
+    name.lstat()
+    own = (os.path.realpath(folder) for folder in ("/dev/fd", "/proc/thread-self/fd"))
+    if str(name.parent) not in own:
+        return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+    descriptor = os.dup(int(name.name))
+    try:
+        os.write(descriptor, b"")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nvtrace.envelope import Header
 from nvtrace.events import EngineReady
+from nvtrace.reader import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def about_rank(name: str | Path, rank: int) -> str:
     """What the trace of such a rank is, and where the rest of its run is."""
+    name = name_of(name)
     before, found, after = str(name).rpartition(f".rank{rank}")
     first = f"rank 0's, {before}{after}" if found else "rank 0's trace"
     return (

@@ -97,8 +97,9 @@ class Sink:
         made: the file on the disk that `file` writes to.
 
     Attributes:
-        place: the name that the file on the disk has, as far as is known; None if it has none.
-            Another run may rename it, which shows when it is closed.
+        place: the name that the file on the disk has, as far as is known; None if it is not known.
+            Somebody may rename it, which shows when it is closed.
+        is_removed: had the file no name any more when it was closed? Then it is gone.
 
     A fork of the process writes nothing: the file is its parent's.
     """
@@ -114,6 +115,7 @@ class Sink:
         self._file = file
         self.made = made
         self.place = None if made is None else made.path
+        self.is_removed = False
         self._owner = os.getpid()
         self.report = report or _report_on_stderr
         self._seconds_between_flushes = seconds_between_flushes
@@ -147,6 +149,7 @@ class Sink:
             return
         if self.made is not None and not self.made.file.closed:
             self.place = next(iter(self.made.names()), None)
+            self.is_removed = not os.fstat(self.made.file.fileno()).st_nlink
         try:
             self._file.close()
         except Exception as error:  # noqa: BLE001 - as above

@@ -111,15 +111,22 @@ class RankRecipe:
         return RankRecorder(sink, rank, self.run_id, self.processors)
 
 
-def keep_ranks(path: Path, kept: Path) -> None:
+def keep_ranks(path: Path, kept: Path) -> list[tuple[Path, Path]]:
     """After rank 0's old trace was renamed from `path` to `kept`: let the others' go with it.
 
     One whose name is taken stays where it is.
+
+    Returns:
+        What was renamed: (from, to) of each.
     """
+    renamed: list[tuple[Path, Path]] = []
     for rank in count(1):
         old = rank_path(path, rank)
-        if move(old, [rank_path(kept, rank)], is_plain) is None:
-            return
+        new = move(old, [rank_path(kept, rank)], is_plain)
+        if new is None:
+            break
+        renamed.append((old, new))
+    return renamed
 
 
 def shared_run_id(run_id: str, world_size: int) -> str:

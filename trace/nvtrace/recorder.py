@@ -100,7 +100,7 @@ def record(
         recorder.kept = kept
         if launch is None:
             if kept is not None:
-                keep_ranks(own_path, kept)
+                recorder.kept_others += keep_ranks(own_path, kept)
             recorder.recipe = RankRecipe(own_path, recorder.trace.run_id, processors, existing)
         yield recorder
 
@@ -116,6 +116,7 @@ class Recorder(Observer):
     Attributes:
         trace: the writer; `trace.sink.error` tells whether a write failed.
         kept: where a trace that was in the way has been renamed to.
+        kept_others: the same of other ranks' traces: (from, to) of each.
         recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
     """
 
@@ -130,6 +131,7 @@ class Recorder(Observer):
         self.trace = TraceWriter(sink, processors, tap)
         self.rank = rank
         self.kept: Path | None = None
+        self.kept_others: list[tuple[Path, Path]] = []
         self.recipe: RankRecipe | None = None
         self._others: list[Made] = []  # the files of the other ranks, in rank 0's process
         self._marks = _StepMarks(0)
@@ -167,17 +169,19 @@ class Recorder(Observer):
 
         Returns:
             Where an older trace is that could not get its name back; None if there is none.
+            `kept_others` says the same of other ranks' traces.
         """
         from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - its recorder is one of ours
 
         for made in self._others:
             made.undo()
-        own = self.trace.sink.made
-        if own is None or not own.undo() or own.path is None or own.kept is None:
-            return self.kept
-        if self.recipe is not None:
-            keep_ranks(own.kept, own.path)
-        return None
+        own, kept = self.trace.sink.made, self.kept
+        if own is not None and own.undo() and own.path is not None and own.kept is not None:
+            kept = None
+            if self.recipe is not None:
+                keep_ranks(own.kept, own.path)
+        self.kept_others = [(old, new) for old, new in self.kept_others if os.path.lexists(new)]
+        return kept
 
     def _own_place(self) -> Path:
         own, path = self.trace.sink.made, self.recipe.path if self.recipe else Path()
@@ -193,7 +197,10 @@ class Recorder(Observer):
 
         world_size = config.tensor_parallel_size
         if self.recipe is not None and world_size > 1:
-            self._others.extend(self.recipe.make(world_size, self._own_place()))
+            for made in self.recipe.make(world_size, self._own_place()):
+                self._others.append(made)
+                if made.path is not None and made.kept is not None:
+                    self.kept_others.append((made.path, made.kept))
         self.trace.run_id = shared_run_id(self.trace.run_id, world_size)
         self.trace.write_header(
             asdict(config), asdict(model_config), self.rank, world_size, _gpu_name(config.device)

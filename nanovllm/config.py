@@ -80,10 +80,7 @@ class Config:
             ValueError: a value is out of range.
         """
         known = [f.name for f in dataclasses.fields(cls)[1:] if f.name != "attention_reason"]
-        for name in options:
-            if name not in known:
-                raise TypeError(f"LLM() has no option {name!r}; it has: {', '.join(known)}")
-        return cls(str(Path(model).expanduser()), **checked_options(options, POLICIES))
+        return cls(str(Path(model).expanduser()), **checked_options(options, known, POLICIES))
 
     def resolve(self, model_config: ModelConfig, asked: Collection[str] = ()) -> Config:
         """Replace every "auto" by what it means for this model on this machine.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+from nanovllm.utils.peers import no_such
+
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
     from nanovllm.errors import RequestRefusedError
@@ -63,7 +65,7 @@ class RequestOutput(dict[str, Any]):
         def __getattr__(self, name: str) -> object:
             if name in self:
                 return self[name]
-            raise AttributeError(f"an output has no {name!r}; it has: {', '.join(self)}, outputs")
+            raise AttributeError(no_such("an output has no", name, [*self, "outputs"]))
 
 
 class StreamOutput(TypedDict):

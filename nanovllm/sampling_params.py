@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.utils.options import real_number, texts, truth, whole_number, whole_numbers
+from nanovllm.utils.options import optional, real_number, texts, truth, whole_number, whole_numbers
+from nanovllm.utils.peers import for_peers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@for_peers("__init__")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
@@ -30,10 +32,10 @@ class SamplingParams:
         logprobs: return the log-probability of each generated token, and of this many of the most
             likely ones; 0 for the generated token alone, None for none. They are the model's,
             before temperature, top_k and top_p.
-        top_k: draw among the k most likely tokens only; None means all.
+        top_k: draw among the k most likely tokens only; None means all, as vLLM's -1 and 0 do.
         top_p: draw among the fewest tokens whose probabilities reach this sum, in (0, 1].
         seed: the same seed gives the same tokens, whatever else is in the batch; None lets the
-            engine give each request a seed of its own.
+            engine give each request a seed of its own, as vLLM's -1 does.
 
     Raises:
         TypeError: a value is not of its type.
@@ -63,7 +65,5 @@ class SamplingParams:
         keep("stop", texts("stop", self.stop))
         if self.logprobs is not None:
             keep("logprobs", whole_number("logprobs", self.logprobs, at_least=0, below=2**31))
-        if self.top_k is not None:
-            keep("top_k", whole_number("top_k", self.top_k, at_least=1, below=2**31))
-        if self.seed is not None:
-            keep("seed", whole_number("seed", self.seed, at_least=0, below=2**64))
+        keep("top_k", optional("top_k", self.top_k, at_least=1, below=2**31))
+        keep("seed", optional("seed", self.seed, at_least=0, below=2**64))

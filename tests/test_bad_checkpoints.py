@@ -215,10 +215,23 @@ def strip(name: str) -> str | None:
     return None if name == "lm_head.weight" else name.removeprefix("model.")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
 def lfs(name: str) -> Spoil:
     """Put in a file's place what git leaves there without LFS."""
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    return write(name, pointer)
+    return write(name, POINTER)
+
+
+def encoded_pointer(name: str, encoding: str) -> Spoil:
+    """The same, as an editor or a shell of Windows leaves it."""
+    text = POINTER.replace("\n", "\r\n")
+    return lambda folder: (folder / name).write_bytes(text.encode(encoding))
+
+
+def annex(name: str) -> Spoil:
+    """Put in a file's place what git-annex leaves there."""
+    return write(name, "/annex/objects/SHA256E-s1--0.safetensors\n")
 
 
 # -- each is refused -------------------------------------------------------------------------------
@@ -229,6 +242,7 @@ NOWHERE = "cannot be read: No such file or directory (it is a link to nowhere)"
 HUGE = 10**9
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 LFS = ["is a Git LFS pointer", "git lfs pull"]
+ANNEX = ["is a git-annex pointer", "git annex get"]
 
 WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "cut in the length of the header": (cut(5), [WEIGHTS, CUT]),
@@ -258,6 +272,23 @@ WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
         ["lacks model.layers.2.", "look at num_hidden_layers"],
     ),
     "a pointer for the weights": (lfs(WEIGHTS), [WEIGHTS, *LFS]),
+    **{
+        f"a pointer in {encoding}": (encoded_pointer(WEIGHTS, encoding), [WEIGHTS, *LFS])
+        for encoding in ("utf-8", "utf-8-sig", "utf-16")
+    },
+    "a pointer of git-annex": (annex(WEIGHTS), [WEIGHTS, *ANNEX]),
+    "the names of a compiled model": (
+        rename("_orig_mod.{}".format),
+        ["_orig_mod.model.embed_tokens.weight", "saved from torch.compile", "remove the prefix"],
+    ),
+    "the names of compiled layers": (
+        rename(lambda name: name.replace(".self_attn.", "._orig_mod.self_attn.")),
+        ["layers.0._orig_mod.self_attn", "saved from torch.compile", "'_orig_mod.'"],
+    ),
+    "the names of a model that ranks share": (
+        rename("module.{}".format),
+        ["module.model.embed_tokens.weight", "saved from DistributedDataParallel"],
+    ),
     "a pointer for a shard": (shards(lfs(SHARD)), [SHARD, *LFS]),
     "a pointer for the index": (shards(lfs(INDEX)), [INDEX, *LFS]),
     "a model for embeddings": (
@@ -359,6 +390,18 @@ TOKENIZER_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "an end past the vocabulary": (
         add_tokens({"<stop>": 128}, eos="<stop>"),
         ["the id of '<stop>' is 128", "vocab_size = 128"],
+    ),
+    "an end that is in no vocabulary": (
+        add_tokens({}, eos="<sto\xdf>"),
+        ["the eos_token '<sto\xdf>' is not in tokenizer.json", "tokenizer_config.json"],
+    ),
+    "an end past the vocabulary, not all ASCII": (
+        add_tokens({"<sto\xdf>": 128}, eos="<sto\xdf>"),
+        ["the id of '<sto\xdf>' is 128", "vocab_size = 128"],
+    ),
+    "a tokenizer that is a pointer of git-annex": (
+        annex("tokenizer.json"),
+        ["tokenizer.json", *ANNEX],
     ),
     "a circle of links": (point("tokenizer.json", "tokenizer.json"), ["tokenizer.json", LOOP]),
     "a link to nowhere": (point("tokenizer.json", "nowhere"), ["tokenizer.json", NOWHERE]),

@@ -97,6 +97,33 @@ def test_an_output_can_be_read_as_nano_vllm_and_as_vllm_have_it(folder: Path) ->
         _ = of_text.txt  # type: ignore[attr-defined]
 
 
+def test_what_scripts_for_vllm_say_and_is_not_here_says_what_to_write(folder: Path) -> None:
+    llm: Any = make_llm(folder, quantization=None, trust_remote_code=True)
+    for name, said in (
+        ("chat", r"^LLM has no 'chat'; write generate\(get_tokenizer\(\)\.apply_chat_template"),
+        ("has_unfinished_requests", r"; write not is_finished\(\)$"),
+        ("abort_request", r"; write abort\(seq_id\)$"),
+        ("nonsense", "; it has: abort, add_request, .*generate"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            getattr(llm, name)
+        assert not hasattr(llm, name)
+    for call, options, said in (
+        (llm.generate, {"prompt_token_ids": [[5]]}, "; give the lists of token ids as prompts"),
+        (llm.generate, {"prompts": ["w5"], "lora_request": 1}, "; merge the adapter into"),
+        (llm.stream, {"prompts": ["w5"], "priority": [1]}, "; it has: prompts, sampling_params"),
+        (llm.add_request, {"request_id": "0", "prompt": "w5"}, "; write seq_id"),
+    ):
+        with pytest.raises(TypeError, match=rf"^LLMEngine\.{call.__name__}\(\) has no .*{said}"):
+            call(**options)
+    [output] = llm.generate(["w5"], greedy_params(2), lora_request=None, priority=None)
+    with pytest.raises(AttributeError, match=r"^an output has no 'request_id'; write seq_id"):
+        _ = output.request_id
+    for option, said in (("block_size", "write kvcache_block_size"), ("quantization", "it has: ")):
+        with pytest.raises(TypeError, match=rf"^LLM\(\) has no option '{option}'; {said}"):
+            make_llm(folder, **{option: 16})
+
+
 def test_arrays_of_token_ids_are_prompts(folder: Path) -> None:
     llm = make_llm(folder)
     right = tokens_of(llm.generate([[5, 6], [7, 8]], greedy_params(4)))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm.errors import NanoVLLMError, WeightsError
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.loader import LoadedWeights, find_destinations, load_model
+from nanovllm.utils.loader import LoadedWeights, check_sizes, find_destinations, load_model
 from nanovllm.utils.model_config import ModelConfig
 from support.models import edit_config, make_reference, save_reference
 
@@ -117,6 +117,23 @@ def test_every_weight_is_written_and_counted(kind: str, request: pytest.FixtureR
     num_numbers = sum(tensor.numel() for tensor in tensors.values())
     assert loaded == LoadedWeights(num_files=1, num_keys=len(tensors), num_bytes=4 * num_numbers)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_numbers
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_the_frequencies_that_older_checkpoints_hold_are_passed_over(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    tensors = tensors_of(folder)
+    buffers = {
+        f"model.{place}rotary_emb.inv_freq": torch.ones(4, dtype=dtype)
+        for place, dtype in (("", torch.float32), ("layers.0.self_attn.", torch.int64))
+    }
+    store(folder, tensors | buffers)
+    check_sizes(folder, ModelConfig.from_folder(folder))
+    model = empty_model(folder)
+    assert load_model(model, folder).num_keys == len(tensors)
+    assert_holds(model, tensors)
 
 
 def test_packed_modules_stack_the_checkpoints_rows_in_order(untied: Path) -> None:

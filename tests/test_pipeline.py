@@ -121,6 +121,35 @@ def test_header_and_footer_pass_a_processor_that_drops_them(
         list(check(read_trace(trace)))
 
 
+@pytest.mark.parametrize(
+    "num_processors", [1, 2], ids=["alone", "in front of another that does the same"]
+)
+def test_header_and_footer_pass_a_processor_that_was_written_for_events(
+    num_processors: int,
+) -> None:
+    def until_step_3(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        event_dict["seen"] = True  # what it changed before it failed does not count
+        record = event_dict["record"]
+        if record.step and record.step > 3:
+            raise structlog.DropEvent
+        return event_dict
+
+    file = MemoryFile()
+    reports: list[str] = []
+    recorder = Recorder(
+        Sink(file, report=reports.append), processors=[until_step_3] * num_processors
+    )
+    Run(BUSY, recorder).go()
+    recorder.close()
+    assert (reports, recorder.trace.num_lost) == ([], 0)
+    header, *events, footer = read_trace(io.BytesIO(file.contents), warn=reports.append)
+    assert isinstance(header, Header)
+    assert isinstance(footer, Footer)
+    assert footer.num_events - footer.num_dropped == len(events)
+    assert {event.step for event in events if isinstance(event, ev.Event)} <= {None, 1, 2, 3}
+    assert reports == ["the trace: events were dropped on purpose, by record(processors=...)"]
+
+
 def test_a_trace_that_was_filtered_and_is_damaged_says_so(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = trace_of_busy([keep_only("STEP_END", "PREEMPT")]).splitlines(keepends=True)

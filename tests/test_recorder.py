@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import io
+import itertools
 import re
 import threading
 from pathlib import Path
@@ -231,7 +233,7 @@ def test_an_event_that_cannot_be_encoded_is_lost_alone_and_said_once() -> None:
     assert report.startswith("REQUEST_ENQUEUE cannot be written and is missing in the trace (Type")
 
 
-@pytest.mark.parametrize("tag", ["REQUEST_ENQUEUE", "STEP_END", "TRACE_HEADER", "TRACE_FOOTER"])
+@pytest.mark.parametrize("tag", ["REQUEST_ENQUEUE", "STEP_END"])
 def test_a_processor_that_fails_loses_what_it_fails_on(tag: str) -> None:
     class UnreadableError(Exception):
         def __str__(self) -> str:
@@ -254,6 +256,80 @@ def test_a_processor_that_fails_loses_what_it_fails_on(tag: str) -> None:
     assert not any(isinstance(r, ev.Event) and ev.tag_of(r) == tag for r in records)
     [report] = reports
     assert "its message cannot be read: RuntimeError" in report
+
+
+@pytest.mark.parametrize(
+    "tag", ["SAMPLE_TOKENS", "GENERATE_FINISH", "TRACE_HEADER", "TRACE_FOOTER"]
+)
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, GeneratorExit])
+def test_whatever_a_processor_raises_the_trace_ends_with_a_footer(
+    error: type[BaseException], tag: str
+) -> None:
+    calls = itertools.count()
+
+    def fail(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict["event"] == tag and next(calls) == 0:
+            raise error
+        return event_dict
+
+    def go() -> None:
+        recorder.trace.write_header({}, {})
+        recorder.generate_start(1)
+        recorder.trace.add(ev.SampleTokens, "decode", seq_ids=[], temperatures=[], token_ids=[])
+        recorder.generate_finish(1)
+        recorder.close()
+
+    recorder, file, reports = listening([fail])
+    with pytest.raises(error):
+        go()
+    recorder.close()
+    recorder.close()
+    records, _ = read_with_gaps(file.contents)
+    assert isinstance(records[0], Header)
+    assert [isinstance(record, Footer) for record in records].index(True) == len(records) - 1
+    assert len(reports) == 1
+    footer = records[-1]
+    assert isinstance(footer, Footer)
+    num_there = sum(isinstance(record, ev.Event) for record in records)
+    assert footer.num_events - num_there == (tag in ev.EVENT_TYPES)
+
+
+def test_an_engine_goes_on_after_a_processor_was_cancelled(tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def fail(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict["event"] == "SAMPLE_TOKENS" and next(calls) == 0:
+            raise asyncio.CancelledError
+        return event_dict
+
+    with record(tmp_path / "trace.jsonl", processors=[fail]) as recorder:
+        engine = make_engine(BUSY.settings, recorder)
+        right = make_engine(BUSY.settings).generate([[1, 2]])
+        with pytest.raises(asyncio.CancelledError):
+            engine.generate([[1, 2]])
+        assert [output.text for output in engine.generate([[1, 2]])] == [right[0].text]
+    records, _ = read_with_gaps((tmp_path / "trace.jsonl").read_bytes())
+    assert isinstance(records[-1], Footer)
+    assert records[-1].exit == "ok"
+
+
+def test_events_that_an_interruption_keeps_from_being_written_are_counted() -> None:
+    def fail(_logger: object, _method: str, event_dict: EventDict) -> EventDict:
+        if event_dict["event"] == "SAMPLE_TOKENS":
+            raise KeyboardInterrupt
+        return event_dict
+
+    recorder, file, reports = listening([fail])
+    recorder.trace.write_header({}, {})
+    recorder.generate_start(1)
+    recorder.trace.add(ev.SampleTokens, "decode", seq_ids=[], temperatures=[], token_ids=[])
+    with pytest.raises(KeyboardInterrupt):
+        recorder.close("interrupted")
+    recorder.close()
+    records, warnings = read_with_gaps(file.contents)
+    assert records[-1] == Footer(event_id=3, num_events=2, exit="interrupted")
+    assert any("1 events are missing" in warning for warning in warnings), warnings
+    assert reports == []
 
 
 def test_a_tap_that_fails_is_heard_once_and_the_trace_is_whole() -> None:

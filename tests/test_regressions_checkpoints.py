@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Words
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import Observer
@@ -203,6 +205,30 @@ def test_a_plain_text_gets_one_bos_and_a_template_s_text_keeps_its_one(beginning
         (llm.tokenizer.apply_chat_template("w9", enable_thinking=False), [2, 3, 9, 4]),
     ):
         assert llm.input_processor.one(prompt, None)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("single", "special", "cases"),
+    [
+        ("w2 $A", ["w2"], {"w9": [2, 9], "w2 w3 w9": [2, 3, 9], "w2": [2], "w0": [2, 0]}),
+        ("w2 w7 $A", ["w2", "w7"], {"w9": [2, 7, 9], "w2 w7 w9": [2, 7, 9]}),
+        ("w2 $A w8", ["w2", "w8"], {"w9": [2, 9, 8], "w2 w3": [2, 3], "w8": [2, 8, 8]}),
+        ("$A w8", ["w8"], {"w9": [9, 8], "w8 w9": [8, 9, 8]}),
+        ("$A", [], {"w9": [9], "w2 w9": [2, 9]}),
+    ],
+    ids=["bos", "two before", "around", "behind", "nothing"],
+)
+@pytest.mark.parametrize("bos", [None, "w2"])
+def test_what_a_tokenizer_puts_in_front_comes_once_whatever_it_is_called(
+    single: str, special: list[str], cases: dict[str, list[int]], bos: str | None, copy: Path
+) -> None:
+    save_tokenizer(copy, bos=bos)
+    words = Words.from_file(str(copy / "tokenizer.json"))
+    pairs = [(token, words.token_to_id(token)) for token in special]
+    words.post_processor = processors.TemplateProcessing(single, special_tokens=pairs)
+    words.save(str(copy / "tokenizer.json"))
+    encode = make_llm(copy).tokenizer.encode
+    assert {text: encode(text) for text in cases} == cases
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

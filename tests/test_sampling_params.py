@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import numbers
+import pickle
 import re
 import sys
 from enum import Enum, IntEnum
@@ -76,9 +78,9 @@ LEGAL: dict[str, list[Any]] = {
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "temperature": [-0.1, -1, 1e7, math.nan, math.inf, -math.inf],
     "max_tokens": [0, -1, -(10**9), 2**31],
-    "top_k": [0, -1, 2**31],
+    "top_k": [-2, 2**31],
     "top_p": [0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf],
-    "seed": [-1, 2**64],
+    "seed": [-2, 2**64],
     "stop_token_ids": [[-1], [3, -1], [2**31]],
     "stop": ["", [""], ["a", ""]],
     "logprobs": [-1, 2**31],
@@ -149,6 +151,58 @@ def test_a_value_of_a_wrong_type_is_a_type_error_that_names_the_option(
 def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
     with pytest.raises(TypeError, match="max_token'"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("n", 1), ("best_of", 1), ("best_of", None), ("min_p", 0), ("min_p", np.float64(0))),
+        *(("repetition_penalty", 1.0), ("presence_penalty", 0), ("frequency_penalty", 0.0)),
+        *(("detokenize", True), ("detokenize", False), ("skip_special_tokens", True)),
+        *(("prompt_logprobs", None), ("logits_processors", None), ("min_tokens", 0)),
+    ],
+    ids=repr,
+)
+def test_options_of_vllm_that_change_nothing_are_taken(name: str, value: object) -> None:
+    options: dict[str, Any] = {name: value}
+    params = SamplingParams(max_tokens=5, **options)
+    assert params == SamplingParams(max_tokens=5)
+    assert dataclasses.replace(params, top_k=3, **options) == SamplingParams(max_tokens=5, top_k=3)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params  # noqa: S301 - ours
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("n", 2, "give the prompt n times"),
+        ("n", "1", "give the prompt n times"),
+        *((name, 0.1, "it has: temperature, max_tokens") for name in ("min_p", "presence_penalty")),
+        ("repetition_penalty", 1.1, "it has: temperature, max_tokens"),
+        ("repetition_penalty", np.array([1.0, 1.1]), "it has: temperature, max_tokens"),
+        ("prompt_logprobs", 0, "it has: temperature, max_tokens"),
+        ("skip_special_tokens", False, "it has: temperature, max_tokens"),
+        ("max_new_tokens", None, "it has: temperature, max_tokens"),
+    ],
+    ids=repr,
+)
+def test_an_option_of_vllm_that_would_change_something_says_what_there_is(
+    name: str, value: object, said: str
+) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(
+        TypeError, match=rf"^SamplingParams\(\) has no option '{name}'; {re.escape(said)}"
+    ):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", -1), ("top_k", 0), ("seed", -1)], ids=repr)
+@pytest.mark.parametrize("kind", [int, np.int32, Whole])
+def test_vllms_values_for_off_are_none(name: str, value: int, kind: type[int]) -> None:
+    options: dict[str, Any] = {name: kind(value)}
+    assert getattr(SamplingParams(**options), name) is None
+    options[name] = False
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not False"):
+        SamplingParams(**options)
 
 
 def test_params_do_not_change_after_they_were_checked() -> None:

@@ -28,6 +28,7 @@ from nanovllm.outputs import (
     stream_output,
 )
 from nanovllm.utils.input_processor import InputProcessor
+from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     Stream = Generator[StreamOutput, None, None]
 
 
+@for_peers("generate", "stream", "add_request")
 class LLMEngine:
     """Requests and text around the loop (`core.py`). `LLM` builds one from a model's folder.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
 from nanovllm.utils.options import choice, real_number, truth, whole_number
+from nanovllm.utils.peers import own_options
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -31,14 +32,17 @@ _CHOICES = {
 }
 
 
-def checked_options(options: Mapping[str, Any], policies: Collection[str]) -> dict[str, Any]:
+def checked_options(
+    options: Mapping[str, Any], known: Collection[str], policies: Collection[str]
+) -> dict[str, Any]:
     """Return the options of `Config`, as Python's own types.
 
     Raises:
-        TypeError: a value is of the wrong type.
+        TypeError: an option is unknown, or a value is of the wrong type.
         ValueError: a value is out of range.
     """
-    return {name: _checked(name, value, policies) for name, value in options.items()}
+    own = own_options("LLM()", options, known)
+    return {name: _checked(name, value, policies) for name, value in own.items()}
 
 
 def _checked(name: str, value: object, policies: Collection[str]) -> object:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     from nanovllm.errors import NanoVLLMError
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # what stands in a large file's place
+POINTERS = {  # what begins a text that stands in a large file's place
+    b"version https://git-lfs.github.com/spec/v1": "a Git LFS pointer: run `git lfs pull`",
+    b"/annex/objects/": "a git-annex pointer: run `git annex get .`",
+}
+_BYTE_ORDER_MARKS = b"\xef\xbb\xbf\xfe\xff"  # an editor or a shell puts them before a text
 
 
 def is_there(path: Path) -> bool:
@@ -36,9 +40,11 @@ def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
         mode = file.stat().st_mode  # of what a link leads to
         if stat.S_ISREG(mode):
             with file.open("rb") as opened:
-                if opened.read(len(LFS_POINTER)) != LFS_POINTER:
-                    return
-            why = "it is a Git LFS pointer: run `git lfs pull` in its folder, or download the file"
+                begin = opened.read(128).replace(b"\0", b"").lstrip(_BYTE_ORDER_MARKS)
+            pointers = [what for mark, what in POINTERS.items() if begin.startswith(mark)]
+            if not pointers:
+                return
+            why = f"it is {pointers[0]} in its folder, or download the file"
         else:  # a pipe would wait for somebody to write, so it is not opened
             why = "it is a folder" if stat.S_ISDIR(mode) else "it is no ordinary file"
     except (OSError, ValueError) as error:

@@ -40,6 +40,8 @@ BYTES_PER_NUMBER = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types that a
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # by their largest number
 LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's tensors begin with
 MOST_NAMES_SHOWN = 4
+UNUSED = ".rotary_emb.inv_freq"  # a buffer that older checkpoints hold: config.json says it all
+WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 
 # A tensor's module in a checkpoint -> for each dimension, the fields of config.json behind it.
 SHAPE_FIELDS = {
@@ -136,7 +138,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
     for file in files:
         with safe_open(file, framework="pt") as tensors, torch.no_grad():
             for name in tensors.keys():  # noqa: SIM118 -- safe_open is no mapping
-                if name in tied:
+                if name not in destinations:  # tied, or UNUSED
                     continue
                 destination = destinations[name]
                 values = destination.read(tensors, name)
@@ -176,7 +178,7 @@ def read_checkpoint(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     files = find_files(folder)
     stored = read_headers(files)
     _check_index(folder, stored)
-    return files, stored
+    return files, {name: stored[name] for name in stored if not name.endswith(UNUSED)}
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -291,6 +293,12 @@ def _check_names(
 ) -> None:
     missing = [name for name in destinations if name not in stored]
     unknown = [name for name in stored if name not in destinations and name not in tied]
+    for prefix, wrapper in WRAPPERS.items():
+        if wrapped := [name for name in unknown if f".{prefix}" in f".{name}"]:
+            raise WeightsError(
+                f"{folder} holds {_some(wrapped)}: it was saved from {wrapper}, which puts "
+                f"{prefix!r} into the names. Save the model inside it, or remove the prefix."
+            )
     if missing:
         bare = missing[0].removeprefix("model.")
         if found := [name for name in unknown if f".{name}".endswith(f".{bare}")]:

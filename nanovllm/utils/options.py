@@ -29,6 +29,16 @@ def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
     return number
 
 
+def optional(name: str, value: object, *, at_least: int, below: int) -> int | None:
+    """Return `value` as an int; None for what turns it off: None, or -1 and up to `at_least`.
+
+    Raises:
+        TypeError, ValueError: as `whole_number`.
+    """
+    number = -1 if value is None else whole_number(name, value, at_least=-1, below=below)
+    return number if number >= at_least else None
+
+
 def whole_numbers(name: str, value: object) -> tuple[int, ...]:
     """Return `value`, a list of whole numbers from 0 on, as a tuple; () for None.
 

@@ -8,6 +8,7 @@ token ids need none until text goes out.
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,14 @@ class Tokenizer:
         )
         largest, token = max(ids, default=(0, ""))
         if largest >= vocab_size:
+            files = [f for name in _VOCABULARIES if is_there(f := Path(self.folder) / name)]
+            if not any(
+                json.dumps(token) in json.dumps(read_json(f, TokenizerError)) for f in files
+            ):
+                raise TokenizerError(
+                    f"{self.folder}: the eos_token {token!r} is not in {files[0].name}: correct "
+                    f"it in {_CONFIG}, or take all of the model's own tokenizer files"
+                )
             raise TokenizerError(
                 f"{self.folder} holds a tokenizer with more tokens than the model has embeddings: "
                 f"the id of {token!r} is {largest}, but config.json says vocab_size = "
@@ -113,10 +122,18 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
 
-        A text that begins with the BOS token was written by a chat template: none are added.
+        A text that begins with those already was written by a chat template: none are added.
         """
-        bos = self.of_transformers.bos_token
-        return self._encode(text, special=not (bos and text.startswith(str(bos))))
+        plain = self._encode(text, special=False) if self._front else []
+        is_written = plain[: len(self._front)] == self._front != []
+        return plain if is_written else self._encode(text, special=True)
+
+    @cached_property
+    def _front(self) -> list[int]:
+        """The special tokens that come before a text: the BOS token, say."""
+        full, plain = (self._encode("a", special=special) for special in (True, False))
+        places = (i for i in range(len(full), -1, -1) if full[i : i + len(plain)] == plain)
+        return full[: next(places, 0)]
 
     def apply_chat_template(self, message: str, /, **kwargs: object) -> list[int]:
         """Token ids of the prompt in which a user says `message` and the assistant will answer.

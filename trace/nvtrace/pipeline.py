@@ -57,8 +57,8 @@ class TraceLogger(structlog.BoundLoggerBase):
 def make_logger(sink: Sink, processors: Iterable[Processor] = ()) -> TraceLogger:
     """The pipeline in front of `sink`.
 
-    A processor may raise structlog.DropEvent. Header and footer pass all the same: without them
-    the rest could not be read.
+    A processor may raise structlog.DropEvent. Header and footer pass all the same, also through a
+    processor that reads a field they do not have: without them the rest could not be read.
     """
     return TraceLogger(sink, [*map(_passing, processors), encode], {})
 
@@ -70,7 +70,7 @@ def _passing(processor: Processor) -> Processor:
         as_it_was = dict(event_dict)
         try:
             return processor(logger, method, event_dict)
-        except structlog.DropEvent:
+        except (structlog.DropEvent, Exception):  # noqa: BLE001 - it was written for events
             return as_it_was
 
     return process

@@ -8,7 +8,8 @@ sends them down the pipeline. So a step is disturbed little, and the phase of wh
 the step's kind was known (was that page taken for a prefill?) can be filled in.
 
 An event that cannot be built, processed or encoded is lost alone: its number is missing in the
-trace, the first one is reported, and nothing of it is left for the next drain.
+trace, the first one is reported, and nothing of it is left for the next drain. Whatever is raised
+meanwhile, `close` ends the trace with a footer.
 """
 
 from __future__ import annotations
@@ -152,27 +153,28 @@ class TraceWriter:
         with self._turn:
             if self._is_closed:
                 return
-            if not self.has_header:
-                self.write_header({}, {})
             try:
+                if not self.has_header:
+                    self.write_header({}, {})
                 self.drain()
-            except Exception:  # the tap's
+            finally:  # the tap may fail, a processor may raise CancelledError
                 self._end(exit_, error_type)
-                raise
-            self._end(exit_, error_type)
 
     def _end(self, exit_: Exit, error_type: str | None) -> None:
         self._is_closed = True
-        self._write_frame(
-            Footer(
-                event_id=self.num_events + 1,
-                num_events=self.num_events,
-                num_dropped=self.num_dropped,
-                exit=exit_,
-                error_type=error_type,
+        self.num_events += len(self._notes)  # left by an interruption: their numbers are missing
+        try:
+            self._write_frame(
+                Footer(
+                    event_id=self.num_events + 1,
+                    num_events=self.num_events,
+                    num_dropped=self.num_dropped,
+                    exit=exit_,
+                    error_type=error_type,
+                )
             )
-        )
-        self.sink.close()
+        finally:
+            self.sink.close()
 
     def _write_notes(self) -> list[Event]:
         events = []
@@ -187,10 +189,14 @@ class TraceWriter:
                     **note.fields,
                 )
                 is_written = self._logger.emit(event)
-            except Exception as error:  # noqa: BLE001 - a processor may raise anything
+            except KeyboardInterrupt:  # it may strike anywhere: the note is not to blame
+                raise
+            except BaseException as error:
                 self._notes.popleft()
                 self.num_events += 1
                 self._lose(str(note.cls.__struct_config__.tag), error)
+                if not isinstance(error, Exception):  # CancelledError, SystemExit
+                    raise
             else:
                 self.num_events += 1
                 self.num_dropped += not is_written
@@ -201,11 +207,13 @@ class TraceWriter:
     def _write_frame(self, record: Header | Footer) -> None:
         try:
             self._logger.emit(record)
-        except Exception as error:  # noqa: BLE001 - a processor's: without it the file is no trace
+        except BaseException as error:  # a processor's: without it the file is no trace
             self._lose("what a processor makes of the header or footer", error)
             self.sink.write(encode(None, "", {"record": record}))
+            if not isinstance(error, Exception):
+                raise
 
-    def _lose(self, what: str, error: Exception) -> None:
+    def _lose(self, what: str, error: BaseException) -> None:
         self.num_lost += 1
         if self.num_lost == 1:
             self.sink.report(

@@ -1,0 +1,69 @@
+"""Scripts for vLLM and nano-vllm: what they say that this engine has not, and what to write here.
+
+Knows their names, by `peers.toml`. Their options are taken where they change nothing. Does not know
+what our own options mean.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import wraps
+from inspect import signature
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+T = TypeVar("T")
+PEERS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)
+
+
+def no_such(what: str, name: str, own: Collection[str]) -> str:
+    """Return a sentence: `what` has no such name; what to write instead, or what it has."""
+    instead = PEERS["instead"].get(name, f"it has: {', '.join(own)}")
+    return f"{what} {name!r}; {instead}"
+
+
+def own_options(what: str, options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Return the options without those of the peers that change nothing.
+
+    Raises:
+        TypeError: another one is not among `own`.
+    """
+    for name in (name for name in options if name not in own):
+        value, off = options[name], PEERS["changes_nothing"].get(name)
+        if off is None or not (value is None or (isinstance(value, Real) and value in off)):
+            raise TypeError(no_such(f"{what} has no option", name, own))
+    return {name: value for name, value in options.items() if name in own}
+
+
+def for_peers(*methods: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a class: these methods take such options, and a missing name says what to write."""
+
+    def missing(self: object, name: str) -> NoReturn:
+        own = [each for each in dir(type(self)) if not each.startswith("_")]
+        raise AttributeError(no_such(f"{type(self).__name__} has no", name, own))
+
+    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
+        what, own = (
+            function.__qualname__.replace(".__init__", ""),
+            [*signature(function).parameters],
+        )
+
+        @wraps(function)
+        def call(*args: object, **options: object) -> object:
+            return function(*args, **own_options(f"{what}()", options, own[1:]))
+
+        return call
+
+    def decorate(cls: type[T]) -> type[T]:
+        own = {name: taking(vars(cls)[name]) for name in methods}
+        for name, function in {"__getattr__": missing, **own}.items():
+            setattr(cls, name, function)
+        return cls
+
+    return decorate

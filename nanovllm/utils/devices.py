@@ -88,10 +88,8 @@ def _meminfo_available() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    available = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((int(kib) * 1024 for kib in available), None)
 
 
 def _cgroup_memory() -> tuple[int | None, int]:

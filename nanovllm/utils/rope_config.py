@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.utils.json_fields import LARGEST_COUNT
 
@@ -20,21 +19,17 @@ if TYPE_CHECKING:
     from nanovllm.utils.json_fields import JsonFields
 
 # The fields each kind may have; any other is refused, since it would be ignored.
-KNOWN_FIELDS: Final = MappingProxyType(
-    {
-        "default": frozenset(),
-        "linear": frozenset({"factor"}),
-        "yarn": frozenset(
-            {
-                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-                *("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "truncate"),
-            }
-        ),
-    }
-)
-FIELDS_OF_ALL = frozenset({"rope_type", "type", "rope_theta"})
+KNOWN_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+FIELDS_OF_ALL = ("rope_type", "type", "rope_theta")
 # Of other fields, the value that changes nothing.
-IDLE: Final = MappingProxyType({"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0})
+IDLE = {"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScal
     if not isinstance(rope_type, str) or rope_type not in KNOWN_FIELDS:
         raise section.error(named[0], f"is not implemented; {', '.join(KNOWN_FIELDS)} are")
     for name, value in section.values.items():
-        is_known = name in FIELDS_OF_ALL | KNOWN_FIELDS[rope_type]
+        is_known = name in FIELDS_OF_ALL + KNOWN_FIELDS[rope_type]
         is_idle = value is None or (name in IDLE and value == IDLE[name])
         if not is_known and not is_idle:
             raise section.error(name, f"is not implemented for rope_type {rope_type!r}")

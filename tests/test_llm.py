@@ -121,7 +121,7 @@ def test_what_scripts_for_vllm_say_and_is_not_here_says_what_to_write(folder: Pa
         _ = output.request_id
     for option, said in (("block_size", "write kvcache_block_size"), ("quantization", "it has: ")):
         with pytest.raises(TypeError, match=rf"^LLM\(\) has no option '{option}'; {said}"):
-            make_llm(folder, **{option: 16})
+            make_llm(folder, None, **{option: 16})
 
 
 def test_arrays_of_token_ids_are_prompts(folder: Path) -> None:

@@ -399,6 +399,8 @@ def test_the_ranges_are_those_that_the_engine_takes(maker: str) -> None:
             continue
         lists: list[Any] = [[""], ["x"], [-1], [2**31], [3], ["x", ""], [3, -1]]
         for value in (*numbers, *reals, *codes, True, *lists):
+            if (option.name, value) in (("top_k", -1), ("top_k", 0), ("seed", -1)):
+                continue  # vLLM's words for "off": they become None, and stand in no trace
             try:
                 if maker == "Config":
                     Config.create("m", {option.name: value})

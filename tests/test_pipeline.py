@@ -147,7 +147,7 @@ def test_header_and_footer_pass_a_processor_that_was_written_for_events(
     assert isinstance(footer, Footer)
     assert footer.num_events - footer.num_dropped == len(events)
     assert {event.step for event in events if isinstance(event, ev.Event)} <= {None, 1, 2, 3}
-    assert reports == ["the trace: events were dropped on purpose, by record(processors=...)"]
+    assert reports == ["the trace: the processors of record() did not let all events through"]
 
 
 def test_a_trace_that_was_filtered_and_is_damaged_says_so(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What ships with nanovllm: a tiny, real Qwen3 checkpoint.
 
 This module knows where the checkpoint lies. It does not read it, and it does not know how it was
-made: that is the recipe's business (`python -m recipe`), which lives in the source
+made: that is the recipe's business (`make tiny-model`), which lives in the source
 tree only.
 """
 

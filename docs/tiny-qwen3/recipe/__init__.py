@@ -1,5 +1,5 @@
 """How the tiny Qwen3 is made: its text, its tokenizer, its training, its examination.
 
-`python -m recipe --out DIR` does all of it, with fixed seeds. Nothing in the
+In docs/tiny-qwen3, `python -m recipe --out DIR` does all of it, with fixed seeds. Nothing in the
 engine imports this package.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 from itertools import pairwise
@@ -185,6 +186,15 @@ def test_of_every_older_trace_it_is_said_where_it_is_now(
     assert [*told] == ([str(file) for file in renamed] if is_ready else [])
     for file, text in older.items():
         assert Path(told.get(str(file), file)).read_text(encoding="utf-8") == text
+
+
+def test_the_traces_of_several_ranks_do_not_go_beside_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    told = call(capsys, "run", "example", "--tp", "2", "--out", tmp_path / "pipe")
+    assert (told.code, "no plain file" in told.err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -323,6 +323,8 @@ def _check_outs(out: Path, num_ranks: int) -> None:
 
     refuse_streams(out, "a trace")
     check_out(out)
+    if num_ranks > 1 and out.exists() and not out.is_file():
+        raise UsageError(f"--out {out} is no plain file: with --tp, each rank writes one beside it")
     for rank in range(1, num_ranks):
         path = rank_path(out, rank)
         refuse_streams(path, f"rank {rank}'s trace")

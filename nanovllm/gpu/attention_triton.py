@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TritonBackend:
-    """Attention by the kernels of `layers/kernels`."""
+    """Attention by the kernels of `gpu/kernels`."""
 
     name = "triton"
 

@@ -23,9 +23,9 @@ host has so much as seen this one's tokens. Nothing but new pages and ended rows
     GPU    |      step n      |    step n + 1    |
     host    L waits ..........| ends n, begins n + 1, L waits ...     L: launches the next
 
-Should the next step turn out to be another one, what was launched is computed in vain: its keys and
-values are written to places that are nobody's yet or get the same again, its tokens are not read.
-Should only some of its rows have ended unforeseen, the others count.
+If the next step turns out to be another one, the result of what was launched is not used: its keys
+and values lie in slots that no sequence uses yet or that get the same values again, and its tokens
+are not read. If only some of its rows have ended unforeseen, the others are used.
 
 Knows rows, their tensors and the graphs. Does not know why a batch is what it is, nor what the
 model computes. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`, `capture_model`.

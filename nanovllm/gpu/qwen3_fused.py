@@ -1,7 +1,7 @@
 """FusedQwen3: the same Qwen3, the same weights, in few large GPU kernels.
 
 `qwen3.py` says what is computed, one line an idea. This module computes it again with the kernels
-of `layers/kernels`, and must give the same numbers up to rounding; the plain model is its oracle.
+of `gpu/kernels`, and must give the same numbers up to rounding; the plain model is its oracle.
 
         qwen3.py                                   here, many rows          here, few rows
         input_layernorm.add_and_norm               add_rms_norm          ┐

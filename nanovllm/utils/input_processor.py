@@ -36,7 +36,7 @@ class InputProcessor:
         """Pair every prompt with its sampling params. A text or a dict alone is one prompt.
 
         Raises:
-            TypeError: not a list of prompts, or something among them that is none.
+            TypeError: not a list of prompts, or an item of it is not a prompt.
             ValueError: an empty prompt, ids outside the vocabulary, or lists of different lengths.
         """
         found = [prompts] if isinstance(prompts, (str, dict)) else as_list(prompts)

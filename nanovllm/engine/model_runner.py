@@ -36,6 +36,7 @@ from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -109,19 +110,21 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig) -> None:
         check_sizes(self.config.model, model_config)
         self._check_memory(model_config)
+        # No sequence goes past max_model_len: a table of more positions would waste memory.
+        longest = self.config.max_model_len
+        shape = dataclasses.replace(model_config, max_position_embeddings=longest)
         backend = make_attention_backend(self.config.attention_backend)
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:  # the weights are allocated where they will be used
-                model = Qwen3ForCausalLM(
-                    model_config, backend, self.ranks.parallel, self.config.max_model_len
-                )
+                model = Qwen3ForCausalLM(shape, backend, self.ranks.parallel)
         finally:
             torch.set_default_dtype(before)
         self.model = model.eval()
         loaded = load_model(self.model, self.config.model)
-        self.largest_weight = self.model.largest_weight
+        linears = (m for m in self.model.modules() if isinstance(m, Linear))
+        self.largest_weight = max(linear.weight.numel() for linear in linears)
         self.model.pack()
         self.fused: FusedQwen3 | None = None
         if self.config.fused_kernels:

@@ -20,6 +20,7 @@ import torch
 
 from nanovllm.engine.kv_cache import StepMemory
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import SamplingTensors
 
@@ -78,7 +79,9 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         graph_pool_bytes = torch.cuda.max_memory_allocated(device) - before
         del graphs
     if runner.fused is not None:
-        runner.drop_kv_cache()
+        for module in runner.model.modules():  # the page's memory is free from here on
+            if isinstance(module, Attention):
+                module.k_cache = module.v_cache = None
     torch.cuda.empty_cache()
     return StepMemory(peak_bytes, current_bytes, graph_pool_bytes)
 

@@ -273,25 +273,14 @@ def sample_tokens(
     found: dict[int, dict[int, float]] = {}
     if ranks.parallel.rank == 0:
         logits = logits.float()
-        token_ids = sampler(logits, sampling_tensors(seqs, logits.device)).tolist()
-        asked = [seq.sampling_params.logprobs for seq in seqs]
-        found = sampled_logprobs(logits, token_ids, asked)
+        params, seeds = [seq.sampling_params for seq in seqs], [seq.seed for seq in seqs]
+        next_positions = [seq.num_tokens for seq in seqs]
+        rows = SamplingTensors.from_lists(params, seeds, next_positions, logits.device)
+        token_ids = sampler(logits, rows).tolist()
+        found = sampled_logprobs(logits, token_ids, [p.logprobs for p in params])
     token_ids, found = ranks.agree((token_ids, found))
     for row, logprobs in found.items():
         kept = seqs[row].logprobs
         if kept is not None:
             kept.append(logprobs)
     return token_ids
-
-
-def sampling_tensors(seqs: list[Sequence], device: torch.device | str = "cpu") -> SamplingTensors:
-    """What the sampler must know of each sequence; the position is that of the next token."""
-    params = [seq.sampling_params for seq in seqs]
-    return SamplingTensors.from_lists(
-        temperatures=[p.temperature for p in params],
-        top_ks=[p.top_k for p in params],
-        top_ps=[p.top_p for p in params],
-        seeds=[seq.seed for seq in seqs],
-        positions=[seq.num_tokens for seq in seqs],
-        device=device,
-    )

@@ -23,6 +23,7 @@ from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import SamplingTensors
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -110,12 +111,5 @@ def _prefill(runner: ModelRunner, num_seqs: int, seq_len: int) -> torch.Tensor:
 def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
     """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
     num_rows = len(logits)
-    params = SamplingTensors.from_lists(
-        temperatures=[1.0] * num_rows,
-        top_ks=[2] * num_rows,
-        top_ps=[0.5] * num_rows,
-        seeds=[0] * num_rows,
-        positions=[0] * num_rows,
-        device=logits.device,
-    )
-    runner.sampler(logits, params)
+    params, zeros = [SamplingParams(top_k=2, top_p=0.5)] * num_rows, [0] * num_rows
+    runner.sampler(logits, SamplingTensors.from_lists(params, zeros, zeros, logits.device))

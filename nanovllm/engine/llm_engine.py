@@ -27,7 +27,7 @@ from nanovllm.outputs import (
     refused_stream_output,
     stream_output,
 )
-from nanovllm.utils.input_processor import InputProcessor
+from nanovllm.utils.input_processor import InputProcessor, check_fits
 from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
 
@@ -82,6 +82,7 @@ class LLMEngine:
         self.config = config
         self.observer = observer
         self.eos_token_ids = eos_token_ids
+        self.max_positions = model_config.max_position_embeddings
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(tokenizer, model_config.vocab_size)
         self.output_processor = OutputProcessor(tokenizer)
@@ -99,7 +100,6 @@ class LLMEngine:
             eos_token_ids=eos_token_ids,
             observer=observer,
             policy=POLICIES[config.policy],
-            max_positions=model_config.max_position_embeddings,
         )
         self.core = EngineCore(self.scheduler, runner, self.output_processor.process, observer)
         self.requests: dict[int, Sequence] = {}  # not yet ended
@@ -350,7 +350,7 @@ class LLMEngine:
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         try:
-            self.scheduler.check_request(len(token_ids), params.max_tokens)
+            check_fits(len(token_ids), params.max_tokens, self.scheduler, self.max_positions)
         except RequestRefusedError as error:
             self.observer.request_refused(token_ids, error)
             raise

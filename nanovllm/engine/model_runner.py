@@ -46,6 +46,7 @@ from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch
@@ -210,7 +211,7 @@ class ModelRunner:
         return model.compute_logits(model(input_ids, positions))
 
     def _context(self, inputs: PrefillInputs | DecodeInputs) -> Context:
-        tables = inputs.block_tables
+        tables, sampled = inputs.block_tables, inputs.logits_indices
         return Context(
             phase="prefill" if isinstance(inputs, PrefillInputs) else "decode",
             slot_mapping=self._tensor(inputs.slot_mapping),
@@ -222,12 +223,10 @@ class ModelRunner:
             block_tables=None
             if tables is None
             else torch.tensor(tables, dtype=torch.int32, device=self.device),
-            logits_indices=self._tensor(inputs.logits_indices)
-            if isinstance(inputs, PrefillInputs)
-            else None,
+            logits_indices=None if sampled is None else self._tensor(sampled),
         )
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _tensor(self, values: Seq[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """(num_values,). By way of an array, since a prefill may have many thousands."""
         if not values:
             return torch.empty(0, dtype=dtype, device=self.device)

@@ -74,8 +74,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forget what is in the blocks, which must all be free. The free list does not change."""
         self.stats = PrefixCacheStats()
-        hash_of = {block_id: h for h, block_id in self.cached_blocks.items()}
-        block_ids, hashes = list(hash_of), list(hash_of.values())
+        hashes, block_ids = list(self.cached_blocks), list(self.cached_blocks.values())
         self.cached_blocks = {}
         self.block_hashes = [None] * self.num_blocks
         if block_ids:

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A step that was launched on a device. The defaults are those of a CPU."""
+    """A step that was launched on a device; this class: one that is over when `launch` returns.
+
+    Args:
+        token_ids: one token for each of the batch's `sampled_seqs`.
+        gpu_ns: how long a GPU was busy with it; None without a GPU.
+    """
+
+    def __init__(self, token_ids: list[int], gpu_ns: int | None = None) -> None:
+        self._token_ids = token_ids
+        self._gpu_ns = gpu_ns
 
     @property
     def can_be_followed(self) -> bool:
@@ -41,11 +50,11 @@ class Launched:
 
     def token_ids(self) -> list[int]:
         """Wait for the step. Returns one token for each of the batch's `sampled_seqs`."""
-        raise NotImplementedError
+        return self._token_ids
 
     def gpu_ns(self) -> int | None:
         """How long the GPU was busy with it, known after `token_ids`; None without a GPU."""
-        return None
+        return self._gpu_ns
 
     def launch_next(self, foresight: Foresight) -> Launched | None:
         """Launch the next step behind this one; None if that is not possible."""

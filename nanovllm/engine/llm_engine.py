@@ -262,25 +262,27 @@ class LLMEngine:
         self._check_idle()
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
-        with self.output_processor.streaming():
-            try:
-                place_of, refused = self._enqueue_all(requests)
-                num_outputs = len(refused)
-                for place, output in refused.items():
-                    yield stream_output(output, "", place)
-                while not self.is_finished() or self.output_processor.news:
-                    self.step()  # does nothing if an abort() is the only news
-                    # Made before the first is yielded: what happens during a yield comes next time.
-                    news = [
-                        stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
-                        for seq, delta in self.output_processor.take_news()
-                    ]
-                    for new in news:
-                        num_outputs += new["finish_reason"] is not None
-                        yield new
-            finally:  # closed before its end: abort the rest
-                for seq_id in [*self.requests]:
-                    self.abort(seq_id)
+        self.output_processor.is_streaming = True
+        try:
+            place_of, refused = self._enqueue_all(requests)
+            num_outputs = len(refused)
+            for place, output in refused.items():
+                yield stream_output(output, "", place)
+            while not self.is_finished() or self.output_processor.news:
+                self.step()  # does nothing if an abort() is the only news
+                # Made before the first is yielded: what happens during a yield comes next time.
+                news = [
+                    stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
+                    for seq, delta in self.output_processor.take_news()
+                ]
+                for new in news:
+                    num_outputs += new["finish_reason"] is not None
+                    yield new
+        finally:
+            self.output_processor.stop_streaming()
+            # Closed before its end: nobody waits for the rest.
+            for seq_id in [*self.requests]:
+                self.abort(seq_id)
         self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from nanovllm.engine.core import Launched
 from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
-from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
+from nanovllm.gpu.cuda_graphs import capture_graphs
 from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
@@ -45,7 +44,6 @@ from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
     from nanovllm.config import Config
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.kv_cache import KVBudget
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.cuda_graphs import DecodeGraphs
     from nanovllm.gpu.qwen3_fused import FusedQwen3
     from nanovllm.gpu.timer import Stretch
     from nanovllm.observer import Observer
@@ -95,16 +92,7 @@ class ModelRunner:
             self._load(model_config)
             budget = self._make_kv_cache(model_config)
         observer.kv_budget_estimate(budget)
-        self.graphs: DecodeGraphs | None = None
-        self.eager_reason = why_no_graphs(config, is_fused=self.fused is not None)
-        if self.eager_reason is not None:
-            observer.cudagraph_skip(self.eager_reason)
-            return
-        graphs = make_decode_graphs(self, model_config)
-        with ranks.starting():
-            graphs.capture()
-        observer.cudagraph_capture(graphs.sizes, graphs.pool_bytes)
-        self.graphs = graphs
+        self.graphs, self.eager_reason = capture_graphs(self, model_config)
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -138,8 +126,7 @@ class ModelRunner:
         self.observer.model_weights_loaded(loaded)
 
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
-        is_gpu = self.device.type == "cuda"
-        step_memory = measure_step_memory(self, model_config) if is_gpu else None
+        step_memory = measure_step_memory(self, model_config)  # None on a CPU
         budget = estimate_budget(self.config, model_config, self.dtype, self.ranks, step_memory)
         # A block holds the same tokens on every rank, so the rank with the least room decides.
         num_blocks = self.ranks.parallel.min(budget.num_blocks)
@@ -152,9 +139,7 @@ class ModelRunner:
     def use_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Give each layer its slice of the cache, (2, num_layers, num_blocks, ...)."""
         attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
-        for layer, (k_cache, v_cache) in zip(
-            attention_layers, zip(*kv_cache, strict=True), strict=True
-        ):
+        for layer, k_cache, v_cache in zip(attention_layers, *kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     # -- a step ----------------------------------------------------------------------------------
@@ -171,7 +156,10 @@ class ModelRunner:
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             return self.graphs.launch(batch, step, step.inputs)
-        return EagerStep(self.sample, batch.sampled_seqs, *self._compute_eagerly(step))
+        logits, stretch = self._compute_eagerly(step)
+        # An unfinished chunk of a prompt has nothing to sample.
+        token_ids = self.sample(logits, batch.sampled_seqs) if batch.sampled_seqs else []
+        return Launched(token_ids, None if stretch is None else stretch.elapsed_ns())
 
     @torch.inference_mode()
     def compute(self, step: Step) -> None:
@@ -232,31 +220,6 @@ class ModelRunner:
             return torch.empty(0, dtype=dtype, device=self.device)
         typecode = "q" if dtype is torch.int64 else "i"
         return torch.frombuffer(array(typecode, values), dtype=dtype).to(self.device)
-
-
-@dataclass(slots=True, eq=False)
-class EagerStep(Launched):
-    """A step that ran kernel by kernel.
-
-    Attributes:
-        sample: draws from its logits.
-        seqs: those that are sampled; none in an unfinished chunk of a prompt.
-        logits: (num_sampled, vocab_size) on rank 0.
-        stretch: the GPU's marks around it; None on a CPU.
-    """
-
-    sample: Callable[[torch.Tensor, list[Sequence]], list[int]]
-    seqs: list[Sequence]
-    logits: torch.Tensor
-    stretch: Stretch | None
-
-    def token_ids(self) -> list[int]:
-        """See Launched."""
-        return self.sample(self.logits, self.seqs) if self.seqs else []
-
-    def gpu_ns(self) -> int | None:
-        """See Launched."""
-        return None if self.stretch is None else self.stretch.elapsed_ns()
 
 
 @torch.inference_mode()

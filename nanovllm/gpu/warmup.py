@@ -39,13 +39,15 @@ def largest_prefill(config: Config) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory:
-    """Compute the largest steps on the runner's GPU, and see what they take.
+def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory | None:
+    """Compute the largest steps on the runner's GPU, and see what they take. None on a CPU.
 
     Raises:
         torch.OutOfMemoryError: not even the weights and one step fit.
     """
     config, device = runner.config, runner.device
+    if device.type != "cuda":
+        return None
     page = (
         *(2, model_config.num_hidden_layers, 1, config.kvcache_block_size),
         *(runner.ranks.parallel.num_heads(model_config.num_key_value_heads), model_config.head_dim),

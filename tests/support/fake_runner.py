@@ -106,6 +106,10 @@ class FakeStep(Launched):
         self.runner.at("sampled", self.batch)
         return token_ids
 
+    def gpu_ns(self) -> int | None:
+        """There is no GPU."""
+        return None
+
     def launch_next(self, foresight: Foresight) -> FakeStep:
         """See Launched."""
         return self.runner.launch_next(self, foresight)

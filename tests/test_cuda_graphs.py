@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.kv_cache import StepMemory, estimate_budget
+from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import KVCacheError
 from nanovllm.gpu.cuda_graphs import (
@@ -21,7 +21,7 @@ from nanovllm.gpu.cuda_graphs import (
 )
 from nanovllm.gpu.foresight import Foresight
 from nanovllm.gpu.timer import measuring
-from nanovllm.gpu.warmup import largest_prefill
+from nanovllm.gpu.warmup import StepMemory, largest_prefill
 from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.sampling_params import SamplingParams

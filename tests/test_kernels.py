@@ -549,7 +549,7 @@ def test_prefill_attention_is_the_plain_one_from_pages_and_in_one_piece(
 def sampling(temperatures: list[float], seed: int) -> SamplingTensors:
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     positions = range(len(params))
-    return SamplingTensors.from_lists(params, [seed + row for row in positions], positions, "cuda")
+    return SamplingTensors(params, [seed + row for row in positions], positions, "cuda")
 
 
 @pytest.mark.gpu

@@ -126,7 +126,8 @@ class BlockManager:
         seq.block_table.extend(block_ids)
         seq.num_cached_tokens = seq.num_computed_tokens = len(prefix) * self.block_size
         if self.enable_prefix_caching:
-            self.stats.count(seq.num_tokens, seq.num_cached_tokens, is_resumed=seq.is_resumed)
+            was_admitted_before = seq.num_prefill_tokens > 0
+            self.stats.count(seq.num_tokens, seq.num_cached_tokens, is_resumed=was_admitted_before)
         self.observer.blocks_allocate(seq, block_ids)
 
     # -- decode ----------------------------------------------------------------------------------

@@ -66,12 +66,13 @@ class Launched:
 
 
 class Runner(Protocol):
-    """What the loop needs from whatever computes a batch."""
+    """What the loop needs from whatever computes a batch.
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Can steps be launched before the last one's tokens are known?"""
-        ...
+    Attributes:
+        runs_ahead: can steps be launched before the last one's tokens are known?
+    """
+
+    runs_ahead: bool
 
     def launch(self, batch: Batch, engine_step: int) -> Launched:
         """Start to compute a batch. A GPU may still be busy when this returns."""

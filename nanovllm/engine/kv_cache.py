@@ -29,6 +29,7 @@ from nanovllm.utils.devices import GIB, device_memory, no_block_fits, too_many_b
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
+    from nanovllm.gpu.warmup import StepMemory
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
 
@@ -63,21 +64,6 @@ class KVBudget:
     dtype_bytes: int
     block_bytes: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
-
-    Attributes:
-        peak_bytes: the most that was allocated at once.
-        current_bytes: what is allocated between steps: the weights, and a block to warm up.
-        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
-    """
-
-    peak_bytes: int
-    current_bytes: int
-    graph_pool_bytes: int
 
 
 def estimate_budget(

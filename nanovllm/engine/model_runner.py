@@ -93,6 +93,7 @@ class ModelRunner:
             budget = self._make_kv_cache(model_config)
         observer.kv_budget_estimate(budget)
         self.graphs, self.eager_reason = capture_graphs(self, model_config)
+        self.runs_ahead = self.graphs is not None and parallel.world_size == 1
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -143,11 +144,6 @@ class ModelRunner:
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     # -- a step ----------------------------------------------------------------------------------
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Can a step be launched before the last one's tokens are known?"""
-        return self.graphs is not None and self.ranks.parallel.world_size == 1
 
     @torch.inference_mode()
     def launch(self, batch: Batch, engine_step: int) -> Launched:
@@ -237,7 +233,7 @@ def sample_tokens(
         logits = logits.float()
         params, seeds = [seq.sampling_params for seq in seqs], [seq.seed for seq in seqs]
         next_positions = [seq.num_tokens for seq in seqs]
-        rows = SamplingTensors.from_lists(params, seeds, next_positions, logits.device)
+        rows = SamplingTensors(params, seeds, next_positions, logits.device)
         token_ids = sampler(logits, rows).tolist()
         found = sampled_logprobs(logits, token_ids, [p.logprobs for p in params])
     token_ids, found = ranks.agree((token_ids, found))

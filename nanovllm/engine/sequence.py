@@ -49,7 +49,7 @@ class Sequence:
         num_cached_tokens: how many of those were found in the prefix cache when it was last
             admitted; 0 while it waits.
         num_prefill_tokens: its length when it was last admitted: this many tokens must be
-            computed before the next one can be sampled.
+            computed before the next one can be sampled. 0 before its first admission.
         block_table: block numbers; token i lies in block block_table[i // block_size].
         block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
             preemption, since tokens never change).
@@ -108,11 +108,6 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Of a running sequence: is its prefill not yet complete (between two chunks)?"""
         return self.num_computed_tokens < self.num_prefill_tokens
-
-    @property
-    def is_resumed(self) -> bool:
-        """Of a sequence that is just being admitted: was it admitted before, and preempted?"""
-        return self.num_prefill_tokens > 0
 
     @property
     def is_finished(self) -> bool:

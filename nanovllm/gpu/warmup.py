@@ -14,11 +14,11 @@ Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/mod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.engine.kv_cache import StepMemory
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -29,6 +29,21 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.utils.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
+
+    Attributes:
+        peak_bytes: the most that was allocated at once.
+        current_bytes: what is allocated between steps: the weights, and a block to warm up.
+        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
+    """
+
+    peak_bytes: int
+    current_bytes: int
+    graph_pool_bytes: int
 
 
 def largest_prefill(config: Config) -> tuple[int, int]:
@@ -114,4 +129,4 @@ def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
     """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
     num_rows = len(logits)
     params, zeros = [SamplingParams(top_k=2, top_p=0.5)] * num_rows, [0] * num_rows
-    runner.sampler(logits, SamplingTensors.from_lists(params, zeros, zeros, logits.device))
+    runner.sampler(logits, SamplingTensors(params, zeros, zeros, logits.device))

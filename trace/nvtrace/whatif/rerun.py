@@ -120,6 +120,8 @@ def rerun(
 class _Rerun:
     """The loop's runner, and what happens between its steps."""
 
+    runs_ahead = False
+
     def __init__(
         self,
         recording: Recording,
@@ -288,11 +290,6 @@ class _Rerun:
         self.pause_ns = self.clock.now_ns
         for seq in finished:
             self._output(seq)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """See Runner."""
-        return False
 
     def launch(self, batch: Batch, _engine_step: int) -> Launched:
         """See Runner. Tell what a runner tells, and let the step's time pass."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
     from nanovllm.observer import Observer
 
-_CHAIN_START = b""
-
 
 class BlockManager:
     """The pool of KV blocks.
@@ -212,7 +210,7 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else _CHAIN_START
+            parent = hashes[-1] if hashes else b""
             hashes.append(hash_block(parent, seq.token_ids[start : start + self.block_size]))
         return hashes[index]
 

@@ -75,7 +75,6 @@ class LLMEngine:
     ) -> None:
         self.config = config
         self.observer = observer
-        self.eos_token_ids = eos_token_ids
         self.max_positions = model_config.max_position_embeddings
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(tokenizer, model_config.vocab_size)
@@ -132,8 +131,7 @@ class LLMEngine:
         with self._turn, self._recovering():
             if self.is_finished():
                 return []
-            core = self.core
-            finished = core.step_ahead() if core.runner.runs_ahead else core.step()
+            finished = self.core.step_ahead() if self.core.runner.runs_ahead else self.core.step()
             return [self._output(seq) for seq in finished]
 
     def abort(self, seq_id: int) -> RequestOutput:

@@ -14,7 +14,7 @@ A step goes one of three ways:
     a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (gpu/cuda_graphs.py)
 
 With tensor parallelism every rank has a ModelRunner. Rank 0 lays the batch out (`launch`) and
-samples; the other ranks compute the same inputs (`compute`).
+samples; the other ranks compute the same inputs (`parallel/worker.py`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ModelRunner:
 
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
         step_memory = measure_step_memory(self, model_config)  # None on a CPU
-        budget = estimate_budget(self.config, model_config, self.dtype, self.ranks, step_memory)
+        budget = estimate_budget(self.config, model_config, self.ranks, step_memory)
         # A block holds the same tokens on every rank, so the rank with the least room decides.
         num_blocks = self.ranks.parallel.min(budget.num_blocks)
         budget = dataclasses.replace(budget, num_blocks=num_blocks)
@@ -152,20 +152,12 @@ class ModelRunner:
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             return self.graphs.launch(batch, step, step.inputs)
-        logits, stretch = self._compute_eagerly(step)
+        logits, stretch = self.compute_eagerly(step)
         # An unfinished chunk of a prompt has nothing to sample.
         token_ids = self.sample(logits, batch.sampled_seqs) if batch.sampled_seqs else []
         return Launched(token_ids, None if stretch is None else stretch.elapsed_ns())
 
-    @torch.inference_mode()
-    def compute(self, step: Step) -> None:
-        """Compute this rank's part of a step that rank 0 has started."""
-        if self.graphs is not None and self.graphs.can_compute(step.inputs):
-            self.graphs.compute(step, step.inputs)
-        else:
-            self._compute_eagerly(step)
-
-    def _compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
+    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
         """This rank's part of a step, kernel by kernel.
 
         Returns:
@@ -184,8 +176,8 @@ class ModelRunner:
             with forward_context(context), threads, measuring(self.device) as stretch:
                 logits = self.forward(input_ids, positions)
             self.ranks.parallel.await_device()
-        is_decode = step.phase == "decode"
-        reason = (self.eager_reason or "batch_beyond_graphs") if is_decode else step.phase
+        no_graph = self.eager_reason or "batch_beyond_graphs"
+        reason = no_graph if step.phase == "decode" else step.phase
         self.observer.run_eager(reason, num_tokens)
         return logits, stretch
 
@@ -238,7 +230,5 @@ def sample_tokens(
         found = sampled_logprobs(logits, token_ids, [p.logprobs for p in params])
     token_ids, found = ranks.agree((token_ids, found))
     for row, logprobs in found.items():
-        kept = seqs[row].logprobs
-        if kept is not None:
-            kept.append(logprobs)
+        seqs[row].logprobs.append(logprobs)
     return token_ids

@@ -50,11 +50,10 @@ class OutputProcessor:
         stopped = []
         for seq, token_id in zip(seqs, token_ids, strict=True):
             detokenizer = self.detokenizers.get(seq.seq_id)
-            if detokenizer is None:
-                continue
-            if detokenizer.add(token_id):
-                stopped.append(seq)
-            self._note(seq, detokenizer)
+            if detokenizer is not None:
+                if detokenizer.add(token_id):
+                    stopped.append(seq)
+                self._note(seq, detokenizer)
         return stopped
 
     def finish(self, seq: Sequence) -> str:

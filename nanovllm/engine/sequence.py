@@ -43,7 +43,7 @@ class Sequence:
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_num_tokens: it ends at this length; set by the scheduler when it is queued.
         end_token_ids: it also ends with each of these tokens; set by the scheduler, too.
-        logprobs: for each generated token, token id -> log-probability; None if not asked for.
+        logprobs: for each generated token, token id -> log-probability; empty if not asked for.
         status, finish_reason: where it is in its life; why it ended, None before.
         num_computed_tokens: how many leading tokens have their K and V in the blocks.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
@@ -62,7 +62,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = frozenset()
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
@@ -75,8 +75,6 @@ class Sequence:
         self.token_ids = list(self.token_ids)  # a copy: this list grows
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.sampling_params.max_tokens
-        if self.sampling_params.logprobs is not None:
-            self.logprobs = []
 
     def __repr__(self) -> str:
         return (
@@ -113,7 +111,3 @@ class Sequence:
     def is_finished(self) -> bool:
         """Has it ended?"""
         return self.status is SequenceStatus.FINISHED
-
-    def append_token(self, token_id: int) -> None:
-        """Append the token that was just sampled. Its K and V follow in the next step."""
-        self.token_ids.append(token_id)

@@ -58,17 +58,17 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowLinear(num_heads * head_dim, config.hidden_size, parallel)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
-        self.num_heads = parallel.num_heads(num_heads)
-        self.num_kv_heads = parallel.num_heads(num_kv_heads)
-        self.attn = Attention(self.num_heads, self.num_kv_heads, head_dim, backend)
+        num_heads, num_kv_heads = q_rows.size // head_dim, kv_rows.size // head_dim  # this rank's
+        self.attn = Attention(num_heads, num_kv_heads, head_dim, backend)
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
         """(num_tokens, hidden_size) -> (num_tokens, hidden_size)."""
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.attn.head_dim))
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        attn = self.attn
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, attn.head_dim))
+        q, k, v = qkv.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=1)
         q = rotation.apply(self.q_norm(q))  # (num_tokens, num_heads, head_dim)
         k = rotation.apply(self.k_norm(k))  # (num_tokens, num_kv_heads, head_dim)
-        attended: Tensor = self.attn(q, k, v)  # (num_tokens, num_heads, head_dim)
+        attended: Tensor = attn(q, k, v)  # (num_tokens, num_heads, head_dim)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.gpu.foresight import foresee
+from nanovllm.gpu.foresight import Foresight, foresee
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.foresight import Foresight
     from nanovllm.observer import Observer
 
 

@@ -12,15 +12,21 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import EngineCore
+from nanovllm.engine.core import EngineCore, Runner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
-from nanovllm.observer import SILENT
-from nanovllm.outputs import refused_output, request_output, stream_output
-from nanovllm.utils.input_processor import InputProcessor, check_fits
+from nanovllm.observer import SILENT, Observer
+from nanovllm.outputs import (
+    RequestOutput,
+    StreamOutput,
+    refused_output,
+    request_output,
+    stream_output,
+)
+from nanovllm.utils.input_processor import InputProcessor, Request, check_fits
 from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
 
@@ -31,12 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.config import Config
-    from nanovllm.engine.core import Runner
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
-    from nanovllm.observer import Observer
-    from nanovllm.outputs import RequestOutput, StreamOutput
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.utils.input_processor import Request
     from nanovllm.utils.model_config import ModelConfig
     from nanovllm.utils.tokenizer import Tokenizer
 

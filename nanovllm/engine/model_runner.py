@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.engine.core import Launched
-from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
+from nanovllm.engine.kv_cache import KVBudget, allocate_kv_cache, estimate_budget
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.gpu.cuda_graphs import capture_graphs
-from nanovllm.gpu.timer import measuring
+from nanovllm.gpu.timer import Stretch, measuring
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -48,11 +48,9 @@ if TYPE_CHECKING:
 
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch
-    from nanovllm.engine.kv_cache import KVBudget
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
     from nanovllm.gpu.qwen3_fused import FusedQwen3
-    from nanovllm.gpu.timer import Stretch
     from nanovllm.observer import Observer
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig

@@ -23,22 +23,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.parallel.tensor_parallel import ALONE
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, Rotation
+from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nanovllm.gpu.attention_choice import AttentionBackend
-    from nanovllm.layers.rotary_embedding import Rotation
-    from nanovllm.parallel.tensor_parallel import TensorParallel
     from nanovllm.utils.model_config import ModelConfig
 
 

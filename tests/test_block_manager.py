@@ -195,9 +195,9 @@ def test_pages_needed_are_rounded_up(num_tokens: int, num_blocks: int) -> None:
 def test_a_new_page_is_due_one_token_after_the_last_is_full() -> None:
     pool = Pool(num_blocks=2, block_size=4)
     seq = pool.compute(pool.admit([1, 2, 3]))
-    seq.append_token(4)
+    seq.token_ids.append(4)
     assert not pool.manager.needs_block(seq)  # the page's last place
-    seq.append_token(5)
+    seq.token_ids.append(5)
     assert seq.num_tokens % 4 == 1
     assert pool.manager.needs_block(seq)
     pool.manager.may_append(seq)

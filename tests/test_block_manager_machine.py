@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.num_free_blocks)
     @rule(seq=sequences, token_id=st.integers(0, 1))
     def append(self, seq: Sequence, token_id: int) -> None:
-        seq.append_token(token_id)
+        seq.token_ids.append(token_id)
         assert self.pool.can_append(seq)
         self.pool.may_append(seq)
         assert not self.pool.needs_block(seq)

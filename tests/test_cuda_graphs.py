@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.kv_cache import StepMemory, estimate_budget
+from nanovllm.engine.kv_cache import estimate_budget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import KVCacheError
 from nanovllm.gpu.cuda_graphs import (
@@ -21,7 +21,7 @@ from nanovllm.gpu.cuda_graphs import (
 )
 from nanovllm.gpu.foresight import Foresight
 from nanovllm.gpu.timer import measuring
-from nanovllm.gpu.warmup import largest_prefill
+from nanovllm.gpu.warmup import StepMemory, largest_prefill
 from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.sampling_params import SamplingParams
@@ -134,14 +134,14 @@ def budget_of(config: Config, model: ModelConfig, step: StepMemory) -> tuple[int
     with pytest.MonkeyPatch.context() as patch:
         memory = (100 * GIB, 90 * GIB)
         patch.setattr("nanovllm.engine.kv_cache.device_memory", lambda _device: memory)
-        budget = estimate_budget(config, model, torch.bfloat16, Ranks(ALONE), step)
+        budget = estimate_budget(config, model, Ranks(ALONE), step)
     assert budget.rule == "gpu_measured"
     assert budget.limit_bytes is None
     return budget.available_bytes, budget.num_blocks
 
 
 def test_a_gpus_pages_fill_what_a_step_leaves() -> None:
-    config = Config.create("model", {"gpu_memory_utilization": 0.9})
+    config = Config.create("model", {"gpu_memory_utilization": 0.9, "dtype": "bfloat16"})
     step = StepMemory(peak_bytes=7 * GIB, current_bytes=2 * GIB, graph_pool_bytes=GIB)
     model = replace(FAKE_MODEL, num_key_value_heads=8, head_dim=128, num_hidden_layers=28)
     available, num_blocks = budget_of(config, model, step)
@@ -151,7 +151,7 @@ def test_a_gpus_pages_fill_what_a_step_leaves() -> None:
 
 
 def test_where_a_step_leaves_nothing_the_numbers_are_named() -> None:
-    config = Config.create("model", {"gpu_memory_utilization": 0.2})
+    config = Config.create("model", {"gpu_memory_utilization": 0.2, "dtype": "bfloat16"})
     step = StepMemory(peak_bytes=12 * GIB, current_bytes=2 * GIB, graph_pool_bytes=GIB)
     with pytest.raises(KVCacheError, match=r"11\.00 GiB for a step's own tensors") as caught:
         budget_of(config, FAKE_MODEL, step)

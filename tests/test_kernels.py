@@ -266,7 +266,8 @@ def test_silu_and_mul_is_the_plain_one(num_tokens: int, size: int, dtype: torch.
 def test_qk_norm_rope_write_is_norm_then_rotation_then_write(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    rotary = RotaryEmbedding(head_dim, 500, 10_000.0).to("cuda")
+    with torch.device("cuda"):
+        rotary = RotaryEmbedding(head_dim, 500, 10_000.0)
     q_weight, k_weight = normal(head_dim, dtype=dtype), normal(head_dim, dtype=dtype)
     qkv = normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     positions = torch.randint(0, 500, (num_tokens,), device="cuda")
@@ -548,7 +549,7 @@ def test_prefill_attention_is_the_plain_one_from_pages_and_in_one_piece(
 def sampling(temperatures: list[float], seed: int) -> SamplingTensors:
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     positions = range(len(params))
-    return SamplingTensors.from_lists(params, [seed + row for row in positions], positions, "cuda")
+    return SamplingTensors(params, [seed + row for row in positions], positions, "cuda")
 
 
 @pytest.mark.gpu

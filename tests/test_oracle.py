@@ -224,7 +224,7 @@ def test_a_text_ends_where_transformers_ends_it(oracle: Oracle, tmp_path: Path) 
     assert tokens_of(outputs) == [ending.greedy(prompt, 20) for prompt in prompts]
     assert len(outputs[0]["token_ids"]) <= 5
     for output in outputs:
-        has_ended = output["token_ids"][-1] in llm.eos_token_ids
+        has_ended = output["token_ids"][-1] in llm.scheduler.eos_token_ids
         assert output["finish_reason"] == ("stop" if has_ended else "length")
     ignoring = llm.generate(prompts, greedy_params(20, ignore_eos=True))
     assert tokens_of(ignoring) == endless

@@ -138,7 +138,7 @@ def test_an_event_keeps_its_moment_though_the_engines_lists_go_on_living() -> No
     def speak(recorder: Recorder) -> None:
         recorder.request_enqueue(seq, waiting_len=1)
         recorder.blocks_allocate(seq, pages)
-        seq.append_token(9)
+        seq.token_ids.append(9)
         pages.append(6)
 
     _, enqueued, allocated, _ = recorded(speak)

@@ -33,7 +33,7 @@ def params_of(num_rows: int, **changes: object) -> SamplingTensors:
     }
     asked = zip(lists["temperatures"], lists["top_ks"], lists["top_ps"], strict=True)
     params = [SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in asked]
-    return SamplingTensors.from_lists(params, lists["seeds"], lists["positions"])
+    return SamplingTensors(params, lists["seeds"], lists["positions"])
 
 
 def draw(logits: torch.Tensor, **changes: object) -> list[int]:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
     from nanovllm.observer import Observer
 
-_CHAIN_START = b""
-
 
 class BlockManager:
     """The pool of KV blocks.
@@ -74,8 +72,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forget what is in the blocks, which must all be free. The free list does not change."""
         self.stats = PrefixCacheStats()
-        hash_of = {block_id: h for h, block_id in self.cached_blocks.items()}
-        block_ids, hashes = list(hash_of), list(hash_of.values())
+        hashes, block_ids = list(self.cached_blocks), list(self.cached_blocks.values())
         self.cached_blocks = {}
         self.block_hashes = [None] * self.num_blocks
         if block_ids:
@@ -127,7 +124,8 @@ class BlockManager:
         seq.block_table.extend(block_ids)
         seq.num_cached_tokens = seq.num_computed_tokens = len(prefix) * self.block_size
         if self.enable_prefix_caching:
-            self.stats.count(seq.num_tokens, seq.num_cached_tokens, is_resumed=seq.is_resumed)
+            was_admitted_before = seq.num_prefill_tokens > 0
+            self.stats.count(seq.num_tokens, seq.num_cached_tokens, is_resumed=was_admitted_before)
         self.observer.blocks_allocate(seq, block_ids)
 
     # -- decode ----------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else _CHAIN_START
+            parent = hashes[-1] if hashes else b""
             hashes.append(hash_block(parent, seq.token_ids[start : start + self.block_size]))
         return hashes[index]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.gpu.foresight import foresee
+from nanovllm.gpu.foresight import Foresight, foresee
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -27,12 +27,20 @@ if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.foresight import Foresight
     from nanovllm.observer import Observer
 
 
 class Launched:
-    """A step that was launched on a device. The defaults are those of a CPU."""
+    """A step that was launched on a device; this class: one that is over when `launch` returns.
+
+    Args:
+        token_ids: one token for each of the batch's `sampled_seqs`.
+        gpu_ns: how long a GPU was busy with it; None without a GPU.
+    """
+
+    def __init__(self, token_ids: list[int], gpu_ns: int | None = None) -> None:
+        self._token_ids = token_ids
+        self._gpu_ns = gpu_ns
 
     @property
     def can_be_followed(self) -> bool:
@@ -41,11 +49,11 @@ class Launched:
 
     def token_ids(self) -> list[int]:
         """Wait for the step. Returns one token for each of the batch's `sampled_seqs`."""
-        raise NotImplementedError
+        return self._token_ids
 
     def gpu_ns(self) -> int | None:
         """How long the GPU was busy with it, known after `token_ids`; None without a GPU."""
-        return None
+        return self._gpu_ns
 
     def launch_next(self, foresight: Foresight) -> Launched | None:
         """Launch the next step behind this one; None if that is not possible."""
@@ -57,12 +65,13 @@ class Launched:
 
 
 class Runner(Protocol):
-    """What the loop needs from whatever computes a batch."""
+    """What the loop needs from whatever computes a batch.
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Can steps be launched before the last one's tokens are known?"""
-        ...
+    Attributes:
+        runs_ahead: can steps be launched before the last one's tokens are known?
+    """
+
+    runs_ahead: bool
 
     def launch(self, batch: Batch, engine_step: int) -> Launched:
         """Start to compute a batch. A GPU may still be busy when this returns."""

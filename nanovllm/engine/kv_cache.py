@@ -29,6 +29,7 @@ from nanovllm.utils.devices import GIB, device_memory, no_block_fits, too_many_b
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
+    from nanovllm.gpu.warmup import StepMemory
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
 
@@ -65,34 +66,14 @@ class KVBudget:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
-
-    Attributes:
-        peak_bytes: the most that was allocated at once.
-        current_bytes: what is allocated between steps: the weights, and a block to warm up.
-        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
-    """
-
-    peak_bytes: int
-    current_bytes: int
-    graph_pool_bytes: int
-
-
 def estimate_budget(
-    config: Config,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    step_memory: StepMemory | None = None,
+    config: Config, model: ModelConfig, ranks: Ranks, step_memory: StepMemory | None = None
 ) -> KVBudget:
     """Work out how many blocks this rank has room for.
 
     Args:
         config: the engine's settings, resolved.
         model: the checkpoint's shape.
-        dtype: of the keys and values.
         ranks: which of the KV heads are this rank's, and how many ranks share this machine.
         step_memory: what a warm-up on a GPU showed; None on a CPU.
 
@@ -102,7 +83,8 @@ def estimate_budget(
     total, free = device_memory(ranks.parallel.device)
     used = total - free
     num_kv_heads = ranks.parallel.num_heads(model.num_key_value_heads)
-    per_token = 2 * model.num_hidden_layers * num_kv_heads * model.head_dim * dtype.itemsize
+    dtype_bytes = getattr(torch, config.dtype).itemsize
+    per_token = 2 * model.num_hidden_layers * num_kv_heads * model.head_dim * dtype_bytes
     block_bytes = config.kvcache_block_size * per_token
     available = int(total * config.gpu_memory_utilization) - used
     rule: Literal["cpu_bounded", "gpu_measured", "given"] = "cpu_bounded"
@@ -126,7 +108,7 @@ def estimate_budget(
         block_size=config.kvcache_block_size,
         num_kv_heads=num_kv_heads,
         head_dim=model.head_dim,
-        dtype_bytes=dtype.itemsize,
+        dtype_bytes=dtype_bytes,
         block_bytes=block_bytes,
         num_blocks=config.num_kvcache_blocks or max(available, 0) // block_bytes,
     )

@@ -12,15 +12,21 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import EngineCore
+from nanovllm.engine.core import EngineCore, Runner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
-from nanovllm.observer import SILENT
-from nanovllm.outputs import refused_output, request_output, stream_output
-from nanovllm.utils.input_processor import InputProcessor, check_fits
+from nanovllm.observer import SILENT, Observer
+from nanovllm.outputs import (
+    RequestOutput,
+    StreamOutput,
+    refused_output,
+    request_output,
+    stream_output,
+)
+from nanovllm.utils.input_processor import InputProcessor, Request, check_fits
 from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
 
@@ -31,12 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.config import Config
-    from nanovllm.engine.core import Runner
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
-    from nanovllm.observer import Observer
-    from nanovllm.outputs import RequestOutput, StreamOutput
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.utils.input_processor import Request
     from nanovllm.utils.model_config import ModelConfig
     from nanovllm.utils.tokenizer import Tokenizer
 
@@ -75,7 +77,6 @@ class LLMEngine:
     ) -> None:
         self.config = config
         self.observer = observer
-        self.eos_token_ids = eos_token_ids
         self.max_positions = model_config.max_position_embeddings
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(tokenizer, model_config.vocab_size)
@@ -132,8 +133,7 @@ class LLMEngine:
         with self._turn, self._recovering():
             if self.is_finished():
                 return []
-            core = self.core
-            finished = core.step_ahead() if core.runner.runs_ahead else core.step()
+            finished = self.core.step_ahead() if self.core.runner.runs_ahead else self.core.step()
             return [self._output(seq) for seq in finished]
 
     def abort(self, seq_id: int) -> RequestOutput:
@@ -262,25 +262,27 @@ class LLMEngine:
         self._check_idle()
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
-        with self.output_processor.streaming():
-            try:
-                place_of, refused = self._enqueue_all(requests)
-                num_outputs = len(refused)
-                for place, output in refused.items():
-                    yield stream_output(output, "", place)
-                while not self.is_finished() or self.output_processor.news:
-                    self.step()  # does nothing if an abort() is the only news
-                    # Made before the first is yielded: what happens during a yield comes next time.
-                    news = [
-                        stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
-                        for seq, delta in self.output_processor.take_news()
-                    ]
-                    for new in news:
-                        num_outputs += new["finish_reason"] is not None
-                        yield new
-            finally:  # closed before its end: abort the rest
-                for seq_id in [*self.requests]:
-                    self.abort(seq_id)
+        self.output_processor.is_streaming = True
+        try:
+            place_of, refused = self._enqueue_all(requests)
+            num_outputs = len(refused)
+            for place, output in refused.items():
+                yield stream_output(output, "", place)
+            while not self.is_finished() or self.output_processor.news:
+                self.step()  # does nothing if an abort() is the only news
+                # Made before the first is yielded: what happens during a yield comes next time.
+                news = [
+                    stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
+                    for seq, delta in self.output_processor.take_news()
+                ]
+                for new in news:
+                    num_outputs += new["finish_reason"] is not None
+                    yield new
+        finally:
+            self.output_processor.stop_streaming()
+            # Closed before its end: nobody waits for the rest.
+            for seq_id in [*self.requests]:
+                self.abort(seq_id)
         self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ and in the next step, one token each:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class PrefillInputs:
         cu_seqlens_q: (num_seqs + 1,) cumulative number of new tokens.
         cu_seqlens_k: (num_seqs + 1,) cumulative length of the contexts they attend to.
         max_seqlen_q, max_seqlen_k: the longest of each.
+        context_lens: (num_seqs,) how many tokens each sequence attends to.
         block_tables: (num_seqs, max_num_blocks), 0 past a table's end; None if no sequence has
             anything in the cache yet, so that attention can use the new K and V directly.
         logits_indices: (num_sampled,) rows of the flat batch whose next token is sampled.
@@ -57,13 +58,9 @@ class PrefillInputs:
     cu_seqlens_k: list[int]
     max_seqlen_q: int
     max_seqlen_k: int
+    context_lens: list[int]
     block_tables: list[list[int]] | None
     logits_indices: list[int]
-
-    @property
-    def context_lens(self) -> list[int]:
-        """(num_seqs,) how many tokens each sequence attends to."""
-        return [stop - start for start, stop in pairwise(self.cu_seqlens_k)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +81,15 @@ class DecodeInputs:
     context_lens: list[int]
     block_tables: list[list[int]]
 
+    # One token of each sequence: nothing is cut up, and every row is sampled.
+    cu_seqlens_q = cu_seqlens_k = ()
     max_seqlen_q = 1
+    logits_indices = None
 
     @property
     def max_seqlen_k(self) -> int:
         """The longest context."""
         return max(self.context_lens)
-
-    @property
-    def cu_seqlens_q(self) -> list[int]:
-        """(num_seqs + 1,) cumulative number of new tokens: 0, 1, 2 ..."""
-        return list(range(len(self.input_ids) + 1))
-
-    @property
-    def cu_seqlens_k(self) -> list[int]:
-        """(num_seqs + 1,) cumulative length of the contexts."""
-        return list(accumulate(self.context_lens, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,6 @@ def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:
     input_ids: list[int] = []
     position_ranges: list[tuple[int, int]] = []
     slot_ranges: list[tuple[int, int]] = []
-    cu_seqlens_q, cu_seqlens_k = [0], [0]
     logits_indices: list[int] = []
     sampled = set(batch.sampled_seqs)
     for seq, num_tokens in zip(batch.seqs, batch.num_scheduled_tokens, strict=True):
@@ -131,10 +120,9 @@ def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:
         input_ids += seq.token_ids[start:stop]
         position_ranges.append((start, stop - 1))
         slot_ranges += _slot_ranges(seq.block_table, start, stop, block_size)
-        cu_seqlens_q.append(cu_seqlens_q[-1] + num_tokens)
-        cu_seqlens_k.append(cu_seqlens_k[-1] + stop)
         if seq in sampled:
             logits_indices.append(len(input_ids) - 1)
+    context_lens = [last + 1 for _, last in position_ranges]
     has_context = any(first > 0 for first, _ in position_ranges)
     return PrefillInputs(
         input_ids=input_ids,
@@ -142,10 +130,11 @@ def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:
         slot_mapping=_expand(slot_ranges),
         position_ranges=position_ranges,
         slot_ranges=slot_ranges,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=list(accumulate(batch.num_scheduled_tokens, initial=0)),
+        cu_seqlens_k=list(accumulate(context_lens, initial=0)),
         max_seqlen_q=max(batch.num_scheduled_tokens),
-        max_seqlen_k=max(last + 1 for _, last in position_ranges),
+        max_seqlen_k=max(context_lens),
+        context_lens=context_lens,
         block_tables=_pad_tables(batch.seqs) if has_context else None,
         logits_indices=logits_indices,
     )

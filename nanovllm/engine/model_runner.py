@@ -14,25 +14,24 @@ A step goes one of three ways:
     a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (gpu/cuda_graphs.py)
 
 With tensor parallelism every rank has a ModelRunner. Rank 0 lays the batch out (`launch`) and
-samples; the other ranks compute the same inputs (`compute`).
+samples; the other ranks compute the same inputs (`parallel/worker.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from array import array
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.engine.core import Launched
-from nanovllm.engine.kv_cache import allocate_kv_cache, estimate_budget
+from nanovllm.engine.kv_cache import KVBudget, allocate_kv_cache, estimate_budget
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
-from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
-from nanovllm.gpu.timer import measuring
+from nanovllm.gpu.cuda_graphs import capture_graphs
+from nanovllm.gpu.timer import Stretch, measuring
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -45,16 +44,13 @@ from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
     from nanovllm.config import Config
     from nanovllm.engine.batch import Batch
-    from nanovllm.engine.kv_cache import KVBudget
     from nanovllm.engine.model_inputs import DecodeInputs
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.cuda_graphs import DecodeGraphs
     from nanovllm.gpu.qwen3_fused import FusedQwen3
-    from nanovllm.gpu.timer import Stretch
     from nanovllm.observer import Observer
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
@@ -94,16 +90,8 @@ class ModelRunner:
             self._load(model_config)
             budget = self._make_kv_cache(model_config)
         observer.kv_budget_estimate(budget)
-        self.graphs: DecodeGraphs | None = None
-        self.eager_reason = why_no_graphs(config, is_fused=self.fused is not None)
-        if self.eager_reason is not None:
-            observer.cudagraph_skip(self.eager_reason)
-            return
-        graphs = make_decode_graphs(self, model_config)
-        with ranks.starting():
-            graphs.capture()
-        observer.cudagraph_capture(graphs.sizes, graphs.pool_bytes)
-        self.graphs = graphs
+        self.graphs, self.eager_reason = capture_graphs(self, model_config)
+        self.runs_ahead = self.graphs is not None and parallel.world_size == 1
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -137,9 +125,8 @@ class ModelRunner:
         self.observer.model_weights_loaded(loaded)
 
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
-        is_gpu = self.device.type == "cuda"
-        step_memory = measure_step_memory(self, model_config) if is_gpu else None
-        budget = estimate_budget(self.config, model_config, self.dtype, self.ranks, step_memory)
+        step_memory = measure_step_memory(self, model_config)  # None on a CPU
+        budget = estimate_budget(self.config, model_config, self.ranks, step_memory)
         # A block holds the same tokens on every rank, so the rank with the least room decides.
         num_blocks = self.ranks.parallel.min(budget.num_blocks)
         budget = dataclasses.replace(budget, num_blocks=num_blocks)
@@ -151,17 +138,10 @@ class ModelRunner:
     def use_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Give each layer its slice of the cache, (2, num_layers, num_blocks, ...)."""
         attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
-        for layer, (k_cache, v_cache) in zip(
-            attention_layers, zip(*kv_cache, strict=True), strict=True
-        ):
+        for layer, k_cache, v_cache in zip(attention_layers, *kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     # -- a step ----------------------------------------------------------------------------------
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Can a step be launched before the last one's tokens are known?"""
-        return self.graphs is not None and self.ranks.parallel.world_size == 1
 
     @torch.inference_mode()
     def launch(self, batch: Batch, engine_step: int) -> Launched:
@@ -170,17 +150,12 @@ class ModelRunner:
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             return self.graphs.launch(batch, step, step.inputs)
-        return EagerStep(self.sample, batch.sampled_seqs, *self._compute_eagerly(step))
+        logits, stretch = self.compute_eagerly(step)
+        # An unfinished chunk of a prompt has nothing to sample.
+        token_ids = self.sample(logits, batch.sampled_seqs) if batch.sampled_seqs else []
+        return Launched(token_ids, None if stretch is None else stretch.elapsed_ns())
 
-    @torch.inference_mode()
-    def compute(self, step: Step) -> None:
-        """Compute this rank's part of a step that rank 0 has started."""
-        if self.graphs is not None and self.graphs.can_compute(step.inputs):
-            self.graphs.compute(step, step.inputs)
-        else:
-            self._compute_eagerly(step)
-
-    def _compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
+    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
         """This rank's part of a step, kernel by kernel.
 
         Returns:
@@ -199,8 +174,8 @@ class ModelRunner:
             with forward_context(context), threads, measuring(self.device) as stretch:
                 logits = self.forward(input_ids, positions)
             self.ranks.parallel.await_device()
-        is_decode = step.phase == "decode"
-        reason = (self.eager_reason or "batch_beyond_graphs") if is_decode else step.phase
+        no_graph = self.eager_reason or "batch_beyond_graphs"
+        reason = no_graph if step.phase == "decode" else step.phase
         self.observer.run_eager(reason, num_tokens)
         return logits, stretch
 
@@ -210,7 +185,7 @@ class ModelRunner:
         return model.compute_logits(model(input_ids, positions))
 
     def _context(self, inputs: PrefillInputs | DecodeInputs) -> Context:
-        tables = inputs.block_tables
+        tables, sampled = inputs.block_tables, inputs.logits_indices
         return Context(
             phase="prefill" if isinstance(inputs, PrefillInputs) else "decode",
             slot_mapping=self._tensor(inputs.slot_mapping),
@@ -222,42 +197,15 @@ class ModelRunner:
             block_tables=None
             if tables is None
             else torch.tensor(tables, dtype=torch.int32, device=self.device),
-            logits_indices=self._tensor(inputs.logits_indices)
-            if isinstance(inputs, PrefillInputs)
-            else None,
+            logits_indices=None if sampled is None else self._tensor(sampled),
         )
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _tensor(self, values: Seq[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """(num_values,). By way of an array, since a prefill may have many thousands."""
         if not values:
             return torch.empty(0, dtype=dtype, device=self.device)
         typecode = "q" if dtype is torch.int64 else "i"
         return torch.frombuffer(array(typecode, values), dtype=dtype).to(self.device)
-
-
-@dataclass(slots=True, eq=False)
-class EagerStep(Launched):
-    """A step that ran kernel by kernel.
-
-    Attributes:
-        sample: draws from its logits.
-        seqs: those that are sampled; none in an unfinished chunk of a prompt.
-        logits: (num_sampled, vocab_size) on rank 0.
-        stretch: the GPU's marks around it; None on a CPU.
-    """
-
-    sample: Callable[[torch.Tensor, list[Sequence]], list[int]]
-    seqs: list[Sequence]
-    logits: torch.Tensor
-    stretch: Stretch | None
-
-    def token_ids(self) -> list[int]:
-        """See Launched."""
-        return self.sample(self.logits, self.seqs) if self.seqs else []
-
-    def gpu_ns(self) -> int | None:
-        """See Launched."""
-        return None if self.stretch is None else self.stretch.elapsed_ns()
 
 
 @torch.inference_mode()
@@ -275,12 +223,10 @@ def sample_tokens(
         logits = logits.float()
         params, seeds = [seq.sampling_params for seq in seqs], [seq.seed for seq in seqs]
         next_positions = [seq.num_tokens for seq in seqs]
-        rows = SamplingTensors.from_lists(params, seeds, next_positions, logits.device)
+        rows = SamplingTensors(params, seeds, next_positions, logits.device)
         token_ids = sampler(logits, rows).tolist()
         found = sampled_logprobs(logits, token_ids, [p.logprobs for p in params])
     token_ids, found = ranks.agree((token_ids, found))
     for row, logprobs in found.items():
-        kept = seqs[row].logprobs
-        if kept is not None:
-            kept.append(logprobs)
+        seqs[row].logprobs.append(logprobs)
     return token_ids

@@ -7,14 +7,11 @@ counterpart is `vllm/v1/engine/output_processor.py`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanovllm.utils.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nanovllm.engine.sequence import Sequence
     from nanovllm.utils.tokenizer import Tokenizer
 
@@ -24,6 +21,10 @@ class OutputProcessor:
 
     Args:
         tokenizer: knows the bytes of each token.
+
+    Attributes:
+        is_streaming: while this is on, the text of every request that is queued is made token by
+            token; `stop_streaming` ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -49,11 +50,10 @@ class OutputProcessor:
         stopped = []
         for seq, token_id in zip(seqs, token_ids, strict=True):
             detokenizer = self.detokenizers.get(seq.seq_id)
-            if detokenizer is None:
-                continue
-            if detokenizer.add(token_id):
-                stopped.append(seq)
-            self._note(seq, detokenizer)
+            if detokenizer is not None:
+                if detokenizer.add(token_id):
+                    stopped.append(seq)
+                self._note(seq, detokenizer)
         return stopped
 
     def finish(self, seq: Sequence) -> str:
@@ -74,15 +74,10 @@ class OutputProcessor:
 
     # -- streaming -------------------------------------------------------------------------------
 
-    @contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Inside this, the text of every request that is queued is made token by token."""
-        self.is_streaming = True
-        try:
-            yield
-        finally:
-            self.is_streaming = False
-            self.news.clear()
+    def stop_streaming(self) -> None:
+        """No more news will be asked for."""
+        self.is_streaming = False
+        self.news.clear()
 
     def take_news(self) -> list[tuple[Sequence, str]]:
         """The requests that got new text or ended since the last call, each with that text."""

@@ -176,7 +176,7 @@ class Scheduler:
             self.block_manager.publish(seq, num_computed_before)
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
-            seq.append_token(token_id)
+            seq.token_ids.append(token_id)  # its K and V follow in the next step
             reason = "stop_string" if seq in stopped else self._finish_reason(seq, token_id)
             if reason is not None:
                 self.running.remove(seq)
@@ -231,8 +231,8 @@ class Scheduler:
             return False
         prefix = self.block_manager.match_prefix(seq)
         need = self.block_manager.num_blocks_to_take(seq, prefix)
-        if need > self.block_manager.num_free_blocks:
-            have = self.block_manager.num_free_blocks
+        have = self.block_manager.num_free_blocks
+        if need > have:
             self.observer.admission_stop(self, seq, "no_blocks", need, have)
             return False
         need = seq.num_tokens - len(prefix) * self.block_manager.block_size

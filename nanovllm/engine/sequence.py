@@ -43,13 +43,13 @@ class Sequence:
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_num_tokens: it ends at this length; set by the scheduler when it is queued.
         end_token_ids: it also ends with each of these tokens; set by the scheduler, too.
-        logprobs: for each generated token, token id -> log-probability; None if not asked for.
+        logprobs: for each generated token, token id -> log-probability; empty if not asked for.
         status, finish_reason: where it is in its life; why it ended, None before.
         num_computed_tokens: how many leading tokens have their K and V in the blocks.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
             admitted; 0 while it waits.
         num_prefill_tokens: its length when it was last admitted: this many tokens must be
-            computed before the next one can be sampled.
+            computed before the next one can be sampled. 0 before its first admission.
         block_table: block numbers; token i lies in block block_table[i // block_size].
         block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
             preemption, since tokens never change).
@@ -62,7 +62,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = frozenset()
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
@@ -75,8 +75,6 @@ class Sequence:
         self.token_ids = list(self.token_ids)  # a copy: this list grows
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.sampling_params.max_tokens
-        if self.sampling_params.logprobs is not None:
-            self.logprobs = []
 
     def __repr__(self) -> str:
         return (
@@ -110,15 +108,6 @@ class Sequence:
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
-    def is_resumed(self) -> bool:
-        """Of a sequence that is just being admitted: was it admitted before, and preempted?"""
-        return self.num_prefill_tokens > 0
-
-    @property
     def is_finished(self) -> bool:
         """Has it ended?"""
         return self.status is SequenceStatus.FINISHED
-
-    def append_token(self, token_id: int) -> None:
-        """Append the token that was just sampled. Its K and V follow in the next step."""
-        self.token_ids.append(token_id)

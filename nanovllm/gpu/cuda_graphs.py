@@ -420,6 +420,25 @@ def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> Decode
     )
 
 
+def capture_graphs(
+    runner: ModelRunner, model_config: ModelConfig
+) -> tuple[DecodeGraphs | None, str | None]:
+    """Record a runner's decode steps, if they can be. All ranks do it together.
+
+    Returns:
+        The graphs, or None and the reason.
+    """
+    reason = why_no_graphs(runner.config, is_fused=runner.fused is not None)
+    if reason is not None:
+        runner.observer.cudagraph_skip(reason)
+        return None, reason
+    graphs = make_decode_graphs(runner, model_config)
+    with runner.ranks.starting():
+        graphs.capture()
+    runner.observer.cudagraph_capture(graphs.sizes, graphs.pool_bytes)
+    return graphs, None
+
+
 def why_no_graphs(config: Config, *, is_fused: bool) -> str | None:
     """Why decode steps are not recorded; None if they are."""
     if config.enforce_eager:

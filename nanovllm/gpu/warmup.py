@@ -14,11 +14,11 @@ Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/mod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.engine.kv_cache import StepMemory
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -31,6 +31,21 @@ if TYPE_CHECKING:
     from nanovllm.utils.model_config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
+
+    Attributes:
+        peak_bytes: the most that was allocated at once.
+        current_bytes: what is allocated between steps: the weights, and a block to warm up.
+        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
+    """
+
+    peak_bytes: int
+    current_bytes: int
+    graph_pool_bytes: int
+
+
 def largest_prefill(config: Config) -> tuple[int, int]:
     """Number and length of the equal prompts that fill a step: as few as can be, so as long."""
     num_seqs = -(-config.max_num_batched_tokens // config.max_model_len)
@@ -39,13 +54,15 @@ def largest_prefill(config: Config) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory:
-    """Compute the largest steps on the runner's GPU, and see what they take.
+def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory | None:
+    """Compute the largest steps on the runner's GPU, and see what they take. None on a CPU.
 
     Raises:
         torch.OutOfMemoryError: not even the weights and one step fit.
     """
     config, device = runner.config, runner.device
+    if device.type != "cuda":
+        return None
     page = (
         *(2, model_config.num_hidden_layers, 1, config.kvcache_block_size),
         *(runner.ranks.parallel.num_heads(model_config.num_key_value_heads), model_config.head_dim),
@@ -112,4 +129,4 @@ def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
     """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
     num_rows = len(logits)
     params, zeros = [SamplingParams(top_k=2, top_p=0.5)] * num_rows, [0] * num_rows
-    runner.sampler(logits, SamplingTensors.from_lists(params, zeros, zeros, logits.device))
+    runner.sampler(logits, SamplingTensors(params, zeros, zeros, logits.device))

@@ -40,8 +40,8 @@ class Context:
     Attributes:
         phase: a `prefill` has any number of new tokens per sequence, a `decode` has one.
         slot_mapping: (num_tokens,) int64, the slot each new token's K and V are written to.
-        cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens; in decode 0, 1, 2 ...
-        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new).
+        cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens. Not read in a decode.
+        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new). The same.
         max_seqlen_q: the most new tokens of one sequence.
         max_seqlen_k: the longest context.
         context_lens: (num_seqs,) int32, tokens in the cache once this step has written its own.

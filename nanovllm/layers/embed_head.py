@@ -12,18 +12,13 @@ Knows that the two may be one matrix. Does not know how a token is chosen from t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nanovllm.layers.context import get_context
 from nanovllm.layers.packed_weight import PackedWeight
-from nanovllm.parallel.tensor_parallel import ALONE
-
-if TYPE_CHECKING:
-    from nanovllm.parallel.tensor_parallel import TensorParallel
+from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
 
 class VocabEmbedding(nn.Module):

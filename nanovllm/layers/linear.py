@@ -93,18 +93,13 @@ class PackedLinear(Linear):
 
     Attributes:
         partitions: the rows of each whole matrix that this rank holds, by its checkpoint name.
-        shard_rows: where they are in `weight`.
     """
 
     def __init__(self, in_features: int, partitions: dict[str, Partition]) -> None:
         super().__init__(in_features, sum(partition.size for partition in partitions.values()))
         self.partitions = partitions
-        self.shard_rows: dict[str, slice] = {}
-        begin = 0
-        for name, partition in partitions.items():
-            self.shard_rows[name] = slice(begin, begin + partition.size)
-            begin += partition.size
 
-    def shard(self, name: str) -> Tensor:
-        """Return the rows that hold one of the stacked matrices, as a view of the weight."""
-        return self.weight[self.shard_rows[name]]
+    def shards(self) -> dict[str, Tensor]:
+        """Return the rows of each of the stacked matrices, by its name, as views of the weight."""
+        sizes = [partition.size for partition in self.partitions.values()]
+        return dict(zip(self.partitions, self.weight.split_with_sizes(sizes), strict=True))

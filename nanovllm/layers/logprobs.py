@@ -40,12 +40,10 @@ def sampled_logprobs(
     logprobs = logits[rows].log_softmax(dim=-1)  # (num_asking, vocab_size)
     sampled = torch.tensor([[token_ids[row]] for row in rows], device=logits.device)
     sampled_values = logprobs.gather(1, sampled).squeeze(1).tolist()
-    top = logprobs.topk(most, dim=-1)  # (num_asking, most)
+    top_values, top_ids = (top.tolist() for top in logprobs.topk(most, dim=-1))
     found = {}
-    for row, value, top_ids, top_values in zip(
-        rows, sampled_values, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
+    for row, value, ids, values in zip(rows, sampled_values, top_ids, top_values, strict=True):
         number = num_logprobs[row]
-        top_logprobs = dict(zip(top_ids[:number], top_values[:number], strict=True))
+        top_logprobs = dict(zip(ids[:number], values[:number], strict=True))
         found[row] = {token_ids[row]: value} | top_logprobs
     return found

@@ -24,9 +24,6 @@ from torch import Tensor, nn
 from nanovllm.utils.rope_scaling import stretch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
     from nanovllm.utils.rope_config import RopeScaling
 
 
@@ -55,11 +52,12 @@ class RotaryEmbedding(nn.Module):
     A position's row does not depend on how many there are: a table for max_model_len positions
     is the beginning of the one for all positions that the checkpoint allows.
 
-    The table is float32 in a model of any dtype, also after `model.to(dtype)`: with the 8 bits of
-    bfloat16, neighbouring positions would often have the same angle.
-    """
+    The table is float32 in a model of any dtype: with the 8 bits of bfloat16, neighbouring
+    positions would often have the same angle. It stays on the device that it was made on.
 
-    cos_sin_table: Tensor  # (num_positions, head_dim): cosines, then sines, of each frequency
+    Attributes:
+        cos_sin_table: (num_positions, head_dim): cosines, then sines, of each frequency.
+    """
 
     def __init__(
         self, head_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
@@ -72,14 +70,7 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
-        self.register_buffer("cos_sin_table", table, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let `model.to(...)` move the table, and not round it."""
-        table = self.cos_sin_table
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.cos_sin_table = table.to(self.cos_sin_table.device)
-        return self
+        self.cos_sin_table = table  # no buffer: `model.to(dtype)` would round it
 
     def forward(self, positions: Tensor) -> Rotation:
         """(num_tokens,) int64 -> the rotation of those tokens."""

@@ -16,7 +16,6 @@ Knows logits, seeds and positions. Does not know requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +25,6 @@ from nanovllm.errors import LogitsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
     from nanovllm.sampling_params import SamplingParams
 
@@ -35,9 +33,14 @@ BITS_64 = 2**64 - 1
 FLOAT32 = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """How each row of a step is sampled, on the model's device.
+
+    Args:
+        params: what the request of each row asks for.
+        seeds: any whole numbers; their lowest 64 bits are used.
+        positions: the index, in its sequence, of the token to be drawn.
+        device: where the logits will be.
 
     Attributes:
         temperatures: (num_rows,) float32, 0 for greedy.
@@ -49,46 +52,27 @@ class SamplingTensors:
         top_ps: (num_filtered,) float32 of these rows, infinity where off.
     """
 
-    temperatures: Tensor
-    noise_keys: Tensor
-    is_greedy: Tensor
-    is_all_greedy: bool
-    filtered_rows: Tensor | None
-    top_ks: Tensor
-    top_ps: Tensor
-
-    @classmethod
-    def from_lists(
-        cls,
+    def __init__(
+        self,
         params: Sequence[SamplingParams],
         seeds: Sequence[int],
         positions: Sequence[int],
         device: torch.device | str = "cpu",
-    ) -> Self:
-        """Gather what is asked for each row.
-
-        Args:
-            params: what the row's request asks for.
-            seeds: any whole numbers; their lowest 64 bits are used.
-            positions: the index, in its sequence, of the token to be drawn.
-            device: where the logits will be.
-        """
+    ) -> None:
         keys = [_noise_key(seed, p) for seed, p in zip(seeds, positions, strict=True)]
         halves = [[key & BITS_32 for key in keys], [key >> 32 for key in keys]]
+        self.noise_keys = torch.tensor(halves, dtype=torch.int64, device=device)
         temperatures = [p.temperature for p in params]
-        filtered = [row for row, p in enumerate(params) if p.is_filtered]
-        ks = [params[row].top_k or BITS_32 for row in filtered]
-        ps = [params[row].top_p if params[row].top_p < 1.0 else torch.inf for row in filtered]
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
         is_greedy = [temperature == 0.0 for temperature in temperatures]
-        return cls(
-            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
-            noise_keys=torch.tensor(halves, dtype=torch.int64, device=device),
-            is_greedy=torch.tensor(is_greedy, device=device),
-            is_all_greedy=all(is_greedy),
-            filtered_rows=torch.tensor(filtered, device=device) if filtered else None,
-            top_ks=torch.tensor(ks, dtype=torch.int64, device=device),
-            top_ps=torch.tensor(ps, dtype=torch.float32, device=device),
-        )
+        self.is_greedy = torch.tensor(is_greedy, device=device)
+        self.is_all_greedy = all(is_greedy)
+        rows = [row for row, p in enumerate(params) if p.is_filtered]
+        self.filtered_rows = torch.tensor(rows, device=device) if rows else None
+        top_ks = [params[row].top_k or BITS_32 for row in rows]
+        self.top_ks = torch.tensor(top_ks, dtype=torch.int64, device=device)
+        top_ps = [params[row].top_p if params[row].top_p < 1.0 else torch.inf for row in rows]
+        self.top_ps = torch.tensor(top_ps, dtype=torch.float32, device=device)
 
 
 class Sampler(nn.Module):

@@ -23,22 +23,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.parallel.tensor_parallel import ALONE
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, Rotation
+from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nanovllm.gpu.attention_choice import AttentionBackend
-    from nanovllm.layers.rotary_embedding import Rotation
-    from nanovllm.parallel.tensor_parallel import TensorParallel
     from nanovllm.utils.model_config import ModelConfig
 
 
@@ -50,28 +46,25 @@ class Qwen3Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.num_heads = parallel.num_heads(num_heads)
-        self.num_kv_heads = parallel.num_heads(num_kv_heads)
-        self.head_dim = config.head_dim
-        kv_rows = parallel.split_heads(num_kv_heads, self.head_dim)
-        qkv_rows = {
-            "q_proj": parallel.split_heads(num_heads, self.head_dim),
-            "k_proj": kv_rows,
-            "v_proj": kv_rows,
-        }
+        head_dim = config.head_dim
+        q_rows = parallel.split_heads(num_heads, head_dim)
+        kv_rows = parallel.split_heads(num_kv_heads, head_dim)
+        qkv_rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         self.qkv_proj = PackedLinear(config.hidden_size, qkv_rows)
-        self.o_proj = RowLinear(num_heads * self.head_dim, config.hidden_size, parallel)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, backend)
+        self.o_proj = RowLinear(num_heads * head_dim, config.hidden_size, parallel)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        num_heads, num_kv_heads = q_rows.size // head_dim, kv_rows.size // head_dim  # this rank's
+        self.attn = Attention(num_heads, num_kv_heads, head_dim, backend)
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
         """(num_tokens, hidden_size) -> (num_tokens, hidden_size)."""
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        attn = self.attn
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, attn.head_dim))
+        q, k, v = qkv.split((attn.num_heads, attn.num_kv_heads, attn.num_kv_heads), dim=1)
         q = rotation.apply(self.q_norm(q))  # (num_tokens, num_heads, head_dim)
         k = rotation.apply(self.k_norm(k))  # (num_tokens, num_kv_heads, head_dim)
-        attended: Tensor = self.attn(q, k, v)  # (num_tokens, num_heads, head_dim)
+        attended: Tensor = attn(q, k, v)  # (num_tokens, num_heads, head_dim)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
 

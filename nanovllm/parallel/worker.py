@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from nanovllm.config import Config
+    from nanovllm.engine.model_inputs import Step
     from nanovllm.observer import Observer
     from nanovllm.utils.model_config import ModelConfig
 
@@ -124,8 +125,17 @@ def _serve(setup: WorkerSetup, connection: Connection, observer: Observer) -> No
     runner = ModelRunner(config, setup.model_config, observer, ranks)
     while (step := connection.recv()) is not None:
         observer.step_start(step.engine_step)
-        runner.compute(step)
+        _compute(runner, step)
     parallel.close()
+
+
+@torch.inference_mode()
+def _compute(runner: ModelRunner, step: Step) -> None:
+    """Compute this rank's part of a step that rank 0 has started."""
+    if runner.graphs is not None and runner.graphs.can_compute(step.inputs):
+        runner.graphs.compute(step, step.inputs)
+    else:
+        runner.compute_eagerly(step)
 
 
 def _report(connection: Connection, error: BaseException) -> None:

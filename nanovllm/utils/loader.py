@@ -243,10 +243,10 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
             partition: Partition | None = getattr(module, "partition", None)
             destinations[name] = Destination(module_name, parameter, partition)
             continue
-        for shard_name, partition in module.partitions.items():
-            destinations[f"{parent_name}.{shard_name}.{leaf}"] = Destination(
-                module_name, module.shard(shard_name), partition
-            )
+        for shard_name, shard in module.shards().items():
+            partition = module.partitions[shard_name]
+            shard_destination = Destination(module_name, shard, partition)
+            destinations[f"{parent_name}.{shard_name}.{leaf}"] = shard_destination
     return destinations
 
 

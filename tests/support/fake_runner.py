@@ -106,6 +106,10 @@ class FakeStep(Launched):
         self.runner.at("sampled", self.batch)
         return token_ids
 
+    def gpu_ns(self) -> int | None:
+        """There is no GPU."""
+        return None
+
     def launch_next(self, foresight: Foresight) -> FakeStep:
         """See Launched."""
         return self.runner.launch_next(self, foresight)
@@ -141,6 +145,8 @@ class FakeRunner:
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
     """
 
+    runs_ahead = True  # as a GPU with a graph for every batch
+
     def __init__(self, config: Config, observer: Observer) -> None:
         assert config.num_kvcache_blocks is not None
         self.block_size = config.kvcache_block_size
@@ -149,11 +155,6 @@ class FakeRunner:
         self.cache: dict[int, int] = {}  # slot -> digest
         self.num_ahead = self.num_in_vain = 0
         self.at: Callable[[Moment, Batch], None] = _pass_by
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Always ready, as a GPU with a graph for every batch."""
-        return True
 
     def launch(self, batch: Batch, _engine_step: int) -> FakeStep:
         """What ModelRunner.launch does, with the same words to the observer."""

@@ -90,11 +90,7 @@ class BlindRunner(FakeRunner):
     (The fake model looks at every slot that it reads, and would stop the engine at once.)
     """
 
-    @property
-    @override
-    def runs_ahead(self) -> bool:
-        """It has no GPU to keep busy."""
-        return False
+    runs_ahead = False
 
     @override
     def launch(self, batch: Batch, _engine_step: int) -> FakeStep:

@@ -26,8 +26,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from typing_extensions import override
-
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore, Launched
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
@@ -119,19 +117,10 @@ def rerun(
     return outcome
 
 
-class _Recorded(Launched):
-    """A step whose tokens are known: they were recorded."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self._token_ids = token_ids
-
-    @override
-    def token_ids(self) -> list[int]:
-        return self._token_ids
-
-
 class _Rerun:
     """The loop's runner, and what happens between its steps."""
+
+    runs_ahead = False
 
     def __init__(
         self,
@@ -302,11 +291,6 @@ class _Rerun:
         for seq in finished:
             self._output(seq)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """See Runner."""
-        return False
-
     def launch(self, batch: Batch, _engine_step: int) -> Launched:
         """See Runner. Tell what a runner tells, and let the step's time pass."""
         block_size = self.settings.kvcache_block_size
@@ -317,7 +301,7 @@ class _Rerun:
         self._pass_time(_shape_of(batch))
         reason = "device_has_no_graphs" if batch.phase == "decode" else batch.phase
         self.observer.run_eager(reason, sum(batch.num_scheduled_tokens))
-        return _Recorded([self._next_token(seq) for seq in batch.sampled_seqs])
+        return Launched([self._next_token(seq) for seq in batch.sampled_seqs])
 
     def _stopped(self, seqs: list[Sequence], _token_ids: list[int]) -> list[Sequence]:
         return [seq for seq in seqs if self._reaches_stop_string(seq)]

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nanovllm.errors import AttentionBackendError
+from nanovllm.gpu.flash_attn_calls import flash_attn_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
 FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
 FLASH_CAPABILITY = (8, 0)
-HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
 
@@ -118,13 +118,6 @@ def attention_facts(
         flash_attn=flash_attn_version(capability),
         has_triton=find_spec("triton") is not None,
     )
-
-
-def flash_attn_version(capability: tuple[int, int]) -> Literal[2, 3] | None:
-    """Which flash-attn is installed for a GPU: 3, where both are and the GPU is a Hopper."""
-    if capability >= HOPPER and find_spec("flash_attn_interface") is not None:
-        return 3
-    return None if find_spec("flash_attn") is None else 2
 
 
 def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanovllm.gpu.attention_choice import flash_attn_version
 from nanovllm.gpu.attention_triton import TritonBackend, keys_and_values
-from nanovllm.gpu.flash_attn_calls import FlashAttnCalls
+from nanovllm.gpu.flash_attn_calls import FlashAttnCalls, flash_attn_version
 from nanovllm.utils.devices import gpu_capability
 
 if TYPE_CHECKING:

@@ -51,20 +51,13 @@ class AttentionBackend(Protocol):
         ...
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
         """Attend from any number of new tokens a sequence to its whole context, causally.
 
-        The new tokens are the last of the context. `k` and `v` are those of the new tokens alone.
-        Where `context.block_tables` is None they are the whole context; else the cache has it.
+        The new tokens are the last of the context. Where `context.block_tables` is None they are
+        all of it, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim). Else
+        these are the cache's blocks, and the new tokens' are written there already.
 
         Returns:
             (num_tokens, num_heads, head_dim), as `q` is.

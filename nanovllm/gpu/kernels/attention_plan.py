@@ -33,10 +33,10 @@ Knows lengths. Who reads the plan is `paged_attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import (
@@ -47,17 +47,14 @@ from nanovllm.gpu.kernels.grid import (
     num_query_rows,
 )
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     num_multiprocessors,
     require_heads,
     require_shape,
     shared_memory_bytes,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +108,12 @@ def plan_attention(
     seq_ends = torch.empty(num_seqs, dtype=torch.int32, device=device)
     runs = torch.empty(num_workers, 4, dtype=torch.int32, device=device)
     shared = torch.empty(num_workers, 2, dtype=torch.int32, device=device)
-    is_early = starts_early(device)
     _plan[(num_workers,)](
         *(context_lens, seq_ends, runs, shared, num_seqs),
         block_seqs=next_power_of_two(num_seqs),
         block_tokens=tiling.block_tokens,
         num_empty_tiles=tiling.num_empty_tiles,
-        is_early=is_early,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     return AttentionPlan(tiling, num_workers, seq_ends, runs, shared)
 

@@ -21,17 +21,14 @@ Knows no layer.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.gpu.kernels.grid import MIN_BLOCK, next_power_of_two
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit
@@ -52,6 +49,13 @@ def wait_for_previous(is_early: tl.constexpr):
 def starts_early(device: torch.device) -> bool:
     """Say whether kernels on this device may start before their predecessor has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Return what every launch of a kernel that waits is given: one word for us, one for Triton."""
+    is_early = starts_early(device)
+    return {"is_early": is_early, "launch_pdl": is_early}
 
 
 @cache

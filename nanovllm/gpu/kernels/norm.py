@@ -14,23 +14,19 @@ Knows rows only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_SIZE = 32768  # a row must fit in the registers of one program
 
@@ -70,15 +66,13 @@ def add_rms_norm(
     total = x if residual is None else torch.empty_like(normed)
     if num_tokens:
         block = next_power_of_two(size)
-        is_early = starts_early(x.device)
         _add_rms_norm[(num_tokens,)](
             *(x, residual, weight, normed, total, num_tokens, size, eps),
             num_parts=num_parts,
             has_residual=residual is not None,
             block=block,
-            is_early=is_early,
             num_warps=min(max(block // 256, 1), 16),
-            launch_pdl=is_early,
+            **early_start(x.device),
         )
     return normed, total
 

@@ -17,25 +17,22 @@ Tuned for nothing but 64 rows and 64 keys a step, which is about as fast as flas
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import ceil_div, choose_prefill_tiling
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_heads,
     require_same_dtype,
     require_shape,
     shared_memory_bytes,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NUM_WARPS = 4
 
@@ -86,7 +83,6 @@ def prefill_attention(
     _require_keys("v", v, num_kv_heads, head_dim, has_pages=block_tables is not None)
     out = torch.empty_like(q)
     if num_tokens:
-        is_early = starts_early(q.device)
         tiling = choose_prefill_tiling(head_dim * q.element_size(), shared_memory_bytes(q.device))
         _attend_causally[(ceil_div(max_seqlen_q, tiling.block_rows), num_heads, num_seqs)](
             q,
@@ -107,10 +103,9 @@ def prefill_attention(
             has_pages=block_tables is not None,
             block_rows=tiling.block_rows,
             block_tokens=tiling.block_tokens,
-            is_early=is_early,
             num_warps=NUM_WARPS,
             num_stages=tiling.num_stages,
-            launch_pdl=is_early,
+            **early_start(q.device),
         )
     return out
 

@@ -17,24 +17,20 @@ Knows slots, not sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
 from nanovllm.gpu.kernels.norm import inverse_root_mean_square, scale_normed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def qk_norm_rope_write(
@@ -95,7 +91,6 @@ def qk_norm_rope_write(
         require_shape("k_out", k_out, (num_tokens, num_kv_heads, head_dim))
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        is_early = starts_early(qkv.device)
         _qk_norm_rope_write[(num_tokens,)](
             *(qkv, q_weight, k_weight, cos_sin_table, positions, slot_mapping),
             *(q, k_cache, v_cache, k_out, eps),
@@ -104,9 +99,8 @@ def qk_norm_rope_write(
             half=head_dim // 2,
             block_heads=next_power_of_two(num_heads + 2 * num_kv_heads),
             has_k_out=k_out is not None,
-            is_early=is_early,
             num_warps=8,
-            launch_pdl=is_early,
+            **early_start(qkv.device),
         )
     return q
 

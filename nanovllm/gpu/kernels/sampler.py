@@ -19,22 +19,18 @@ captured graph it can only say so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import ceil_div, next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK = 2048
 SHIFT = tl.constexpr(2**16)  # 2048 places of less than 2048 add up to less than 2**31
@@ -83,7 +79,6 @@ def sample(
     num_chunks = ceil_div(vocab_size, CHUNK)
     largest = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    is_early = starts_early(device)
     rows = (logits, logits.stride(0), temperatures, is_greedy, noise_keys, num_rows)
     _find_candidates[(num_chunks, num_rows)](
         *rows,
@@ -92,8 +87,7 @@ def sample(
         candidates,
         block=CHUNK,
         has_quick_log=device.type == "cuda",
-        is_early=is_early,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     _choose[(num_rows,)](
         *rows,
@@ -103,9 +97,8 @@ def sample(
         token_ids,
         is_finite,
         block=next_power_of_two(num_chunks),
-        is_early=is_early,
         num_warps=1,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     return token_ids, is_finite
 

@@ -102,15 +102,9 @@ def attention_facts(
     device_type: str, capability: tuple[int, int], dtype: str, head_dim: int, block_size: int
 ) -> AttentionFacts:
     """Add what is installed to what is known."""
-    return AttentionFacts(
-        device_type=device_type,
-        capability=capability,
-        dtype=dtype,
-        head_dim=head_dim,
-        block_size=block_size,
-        flash_attn=flash_attn_version(capability),
-        has_triton=find_spec("triton") is not None,
-    )
+    known = (device_type, capability, dtype, head_dim, block_size)
+    has_triton = find_spec("triton") is not None
+    return AttentionFacts(*known, flash_attn_version(capability), has_triton)
 
 
 def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
@@ -134,14 +128,9 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
                 "use attention_backend='auto'"
             )
         return asked, "asked"
-    reason = "first_choice"
-    for name in ATTENTION_BACKENDS:
-        obstacle = _obstacle(name, facts)
-        if obstacle is None:
-            return name, reason
-        if reason == "first_choice":
-            reason = obstacle
-    raise AssertionError("sdpa has no needs")
+    obstacles = {name: _obstacle(name, facts) for name in ATTENTION_BACKENDS}
+    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)  # sdpa at last
+    return chosen, obstacles[ATTENTION_BACKENDS[0]] or "first_choice"
 
 
 def make_attention_backend(name: str) -> AttentionBackend:

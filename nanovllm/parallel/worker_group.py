@@ -36,6 +36,7 @@ from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.ranks import Lockstep, Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect, serve_store
 from nanovllm.parallel.worker import Failure, Hello, WorkerSetup, worker_main
+from nanovllm.utils.threads import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,14 +160,10 @@ class WorkerGroup(Ranks):
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
         """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
-        num_threads = torch.get_num_threads()
         with interrupts_deferred(), self._watching("step"):
             self._tell(step)
-            torch.set_num_threads(self._num_threads)
-            try:
+            with num_threads(self._num_threads):
                 yield
-            finally:
-                torch.set_num_threads(num_threads)
 
     def exit(self) -> None:
         """See Ranks."""

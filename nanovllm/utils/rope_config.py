@@ -3,8 +3,8 @@
     transformers 5:  "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
     before:          "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
-Knows which parameters each kind of scaling takes. How they bend the frequencies is known to
-`rope_scaling.py`.
+Knows which parameters each kind of scaling takes, and the formulas by which they change the
+frequencies (yarn: https://arxiv.org/abs/2309.00071).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from nanovllm.utils.json_fields import LARGEST_COUNT
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nanovllm.utils.json_fields import JsonFields
 
 # The fields each kind may have; any other is refused, since it would be ignored.
@@ -59,6 +61,37 @@ class RopeScaling:
     def num_positions(self) -> int:
         """How far the stretched positions reach, as vLLM's `_get_and_verify_max_len` has it."""
         return int(min(self.original_max_position_embeddings * self.factor, LARGEST_COUNT))
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Slow the frequencies down as the checkpoint asks.
+
+        Args:
+            frequencies: (head_dim / 2,) how far each pair turns from one position to the next,
+                radians.
+            theta: what they were made from.
+        """
+        if self.rope_type == "linear":
+            return frequencies / self.factor
+        kept = self._yarn_kept_share(frequencies, theta)
+        return frequencies * kept + frequencies / self.factor * (1.0 - kept)
+
+    def _yarn_kept_share(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where not, or between."""
+        head_dim = 2 * len(frequencies)
+
+        def pair_that_turns(num_turns: float) -> float:
+            """Which pair turns so often over the original length? No whole number, as a rule."""
+            wavelength = self.original_max_position_embeddings / (num_turns * 2 * math.pi)
+            return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, and no division by zero
+        pairs = frequencies.new_tensor(range(len(frequencies)))
+        return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:

@@ -39,7 +39,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: there is no such half, or the tensor is not contiguous.
     """
-    require_shape("gate_up", gate_up, (None, None))
+    require_shape((None, None), gate_up=gate_up)
     num_tokens, width = gate_up.shape
     if width % 2:
         raise ValueError(f"gate_up must be two halves side by side, but its rows have {width}.")

@@ -92,10 +92,10 @@ def plan_attention(
     Raises:
         ValueError: a shape or the number of heads does not fit, or a size is 0.
     """
-    require_shape("context_lens", context_lens, (None,))
+    require_shape((None,), context_lens=context_lens)
     num_seqs, device = context_lens.shape[0], context_lens.device
-    require_shape("block_tables", block_tables, (num_seqs, None))
-    require_shape("k_cache", k_cache, (None, None, None, None))
+    require_shape((num_seqs, None), block_tables=block_tables)
+    require_shape((None, None, None, None), k_cache=k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     require_heads(num_heads, num_kv_heads, head_dim)
     max_context = block_tables.shape[1] * block_size

@@ -75,20 +75,21 @@ def shared_memory_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+def require_shape(shape: tuple[int | None, ...], **tensors: Tensor) -> None:
     """Refuse a tensor that is not of that shape (None: any size) or not contiguous.
 
     Raises:
         ValueError: says which, and what was expected.
     """
-    is_of_shape = tensor.dim() == len(shape) and all(
-        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
-    )
-    if not is_of_shape:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have the shape ({wanted}), not {tuple(tensor.shape)}.")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous: call .contiguous() on it first.")
+    for name, tensor in tensors.items():
+        is_of_shape = tensor.dim() == len(shape) and all(
+            wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+        )
+        if not is_of_shape:
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"{name} must have the shape ({wanted}), not {tuple(tensor.shape)}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: call .contiguous() on it first.")
 
 
 def require_same_dtype(**tensors: Tensor | None) -> None:

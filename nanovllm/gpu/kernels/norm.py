@@ -52,14 +52,14 @@ def add_rms_norm(
         ValueError: a shape or dtype does not fit.
     """
     num_parts = x.shape[0] if x.dim() == 3 else 0  # noqa: PLR2004 -- parts, rows, columns
-    require_shape("x", x, (None, None, None) if num_parts else (None, None))
+    require_shape((None, None, None) if num_parts else (None, None), x=x)
     num_tokens, size = x.shape[-2:]
-    require_shape("weight", weight, (size,))
+    require_shape((size,), weight=weight)
     require_same_dtype(x=None if num_parts else x, residual=residual, weight=weight)
     if size > MAX_SIZE:
         raise ValueError(f"A row of {size} numbers is too long for one program: {MAX_SIZE} fit.")
     if residual is not None:
-        require_shape("residual", residual, (num_tokens, size))
+        require_shape((num_tokens, size), residual=residual)
     elif num_parts:
         raise ValueError("x in parts needs a residual to be added to.")
     normed = torch.empty(num_tokens, size, dtype=weight.dtype, device=x.device)

@@ -74,12 +74,12 @@ def paged_attention(
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    require_shape("q", q, (None, None, None))
+    require_shape((None, None, None), q=q)
     num_seqs, num_heads, head_dim = q.shape
-    require_shape("k_cache", k_cache, (None, None, None, head_dim))
-    require_shape("v_cache", v_cache, tuple(k_cache.shape))
-    require_shape("block_tables", block_tables, (num_seqs, None))
-    require_shape("context_lens", context_lens, (num_seqs,))
+    require_shape((None, None, None, head_dim), k_cache=k_cache)
+    require_shape(tuple(k_cache.shape), v_cache=v_cache)
+    require_shape((num_seqs, None), block_tables=block_tables)
+    require_shape((num_seqs,), context_lens=context_lens)
     require_same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
     block_size, num_kv_heads = k_cache.shape[1:3]
     require_heads(num_heads, num_kv_heads, head_dim)
@@ -88,7 +88,7 @@ def paged_attention(
         return out
     if plan is None:
         plan = plan_attention(context_lens, block_tables, k_cache, num_heads)
-    require_shape("plan.seq_ends", plan.seq_ends, (num_seqs,))
+    require_shape((num_seqs,), **{"plan.seq_ends": plan.seq_ends})
     num_pieces = plan.num_workers + num_seqs
     means = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=q.device)

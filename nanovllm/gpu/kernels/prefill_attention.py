@@ -69,16 +69,15 @@ def prefill_attention(
     Raises:
         ValueError: a shape, a stride or a dtype does not fit.
     """
-    require_shape("q", q, (None, None, None))
+    require_shape((None, None, None), q=q)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     require_heads(num_heads, num_kv_heads, head_dim)
     require_same_dtype(q=q, k=k, v=v)
     num_seqs = cu_seqlens_q.shape[0] - 1
-    require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
-    require_shape("cu_seqlens_k", cu_seqlens_k, (num_seqs + 1,))
+    require_shape((num_seqs + 1,), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_tables is not None:
-        require_shape("block_tables", block_tables, (num_seqs, None))
+        require_shape((num_seqs, None), block_tables=block_tables)
     _require_keys("k", k, num_kv_heads, head_dim, has_pages=block_tables is not None)
     _require_keys("v", v, num_kv_heads, head_dim, has_pages=block_tables is not None)
     out = torch.empty_like(q)

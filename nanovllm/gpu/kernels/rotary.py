@@ -76,19 +76,18 @@ def qk_norm_rope_write(
     head_dim = q_weight.shape[-1]
     if head_dim < 2 or head_dim != next_power_of_two(head_dim):  # noqa: PLR2004 -- a pair
         raise ValueError(f"head_dim must be a power of two from 2 up, not {head_dim}.")
-    require_shape("qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim))
+    require_shape((None, (num_heads + 2 * num_kv_heads) * head_dim), qkv=qkv)
     num_tokens = qkv.shape[0]
-    require_shape("k_weight", k_weight, (head_dim,))
-    require_shape("cos_sin_table", cos_sin_table, (None, head_dim))
-    require_shape("positions", positions, (num_tokens,))
-    require_shape("slot_mapping", slot_mapping, (num_tokens,))
-    require_shape("k_cache", k_cache, (None, None, num_kv_heads, head_dim))
-    require_shape("v_cache", v_cache, tuple(k_cache.shape))
+    require_shape((head_dim,), k_weight=k_weight)
+    require_shape((None, head_dim), cos_sin_table=cos_sin_table)
+    require_shape((num_tokens,), positions=positions, slot_mapping=slot_mapping)
+    require_shape((None, None, num_kv_heads, head_dim), k_cache=k_cache)
+    require_shape(tuple(k_cache.shape), v_cache=v_cache)
     require_same_dtype(
         qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, k_out=k_out
     )
     if k_out is not None:
-        require_shape("k_out", k_out, (num_tokens, num_kv_heads, head_dim))
+        require_shape((num_tokens, num_kv_heads, head_dim), k_out=k_out)
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         _qk_norm_rope_write[(num_tokens,)](

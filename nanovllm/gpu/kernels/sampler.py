@@ -68,9 +68,8 @@ def sample(
             f"{tuple(logits.shape)} and the strides {logits.stride()}."
         )
     num_rows, vocab_size = logits.shape
-    require_shape("temperatures", temperatures, (num_rows,))
-    require_shape("is_greedy", is_greedy, (num_rows,))
-    require_shape("noise_keys", noise_keys, (2, num_rows))
+    require_shape((num_rows,), temperatures=temperatures, is_greedy=is_greedy)
+    require_shape((2, num_rows), noise_keys=noise_keys)
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=device)

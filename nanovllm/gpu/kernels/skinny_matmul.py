@@ -79,9 +79,9 @@ def skinny_matmul(
     Raises:
         ValueError: a shape or dtype does not fit, or there are too many rows.
     """
-    require_shape("x", x, (None, None))
+    require_shape((None, None), x=x)
     num_rows, size = x.shape
-    require_shape("weight", weight, (None, size))
+    require_shape((None, size), weight=weight)
     num_outputs = weight.shape[0]
     if not is_skinny(num_rows):
         raise ValueError(
@@ -92,9 +92,9 @@ def skinny_matmul(
             raise ValueError(f"weight must be gate over up, but it has {num_outputs} rows.")
         num_outputs //= 2
     if norm_weight is not None:
-        require_shape("norm_weight", norm_weight, (size,))
+        require_shape((size,), norm_weight=norm_weight)
     if residual is not None:
-        require_shape("residual", residual, (num_rows, num_outputs))
+        require_shape((num_rows, num_outputs), residual=residual)
     require_same_dtype(x=x, weight=weight, norm_weight=norm_weight, residual=residual)
     if num_rows == 1 and size <= MAX_SIZE:
         return multiply_row(x, weight, norm_weight, eps, residual, num_outputs)

@@ -57,9 +57,9 @@ def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    require_shape("x", x, (None, None))
+    require_shape((None, None), x=x)
     num_rows, size = x.shape
-    require_shape("weight", weight, (None, size))
+    require_shape((None, size), weight=weight)
     require_same_dtype(x=x, weight=weight)
     num_outputs, num_parts = weight.shape[0], tiling.num_parts
     sums = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)

@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.observer import SILENT, Observer
-from nanovllm.parallel.ranks import join_ranks
+from nanovllm.parallel.worker_group import join_ranks
 from nanovllm.utils.callers_world import callers_world_kept
 from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.tokenizer import Tokenizer

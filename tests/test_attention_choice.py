@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from nanovllm.errors import AttentionBackendError
-from nanovllm.gpu import attention_choice
 from nanovllm.gpu.attention_choice import (
     ATTENTION_BACKENDS,
     AttentionFacts,
     can_fuse,
     choose_attention,
-    flash_attn_version,
     make_attention_backend,
 )
+from nanovllm.gpu.flash_attn_calls import flash_attn_version
 from nanovllm.parallel.ranks import rank_device
 from nanovllm.utils.devices import resolve_device, resolve_dtype
 
@@ -152,6 +151,8 @@ def test_flash_attn_3_is_taken_on_a_hopper_that_has_it(
     on_hopper: int | None,
     on_ampere: int | None,
 ) -> None:
-    monkeypatch.setattr(attention_choice, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(
+        "nanovllm.gpu.flash_attn_calls.find_spec", lambda name: name in installed or None
+    )
     assert flash_attn_version((9, 0)) == on_hopper
     assert flash_attn_version((8, 0)) == on_ampere

@@ -158,19 +158,14 @@ def random_pages(num_blocks: int) -> tuple[Tensor, Tensor]:
 def test_a_prefill_with_nothing_cached(calls: FlashAttnCalls) -> None:
     context = make_context([5, 3], [5, 3], is_paged=False)
     q, k, v = (torch.randn(8, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    expected = SdpaBackend().prefill(
-        q, k, v, k_cache=None, v_cache=None, scale=SCALE, context=context
-    )
+    expected = SdpaBackend().prefill(q, k, v, SCALE, context)
     torch.testing.assert_close(calls.prefill(q, k, v, SCALE, context), expected)
 
 
 def test_a_prefill_that_reads_pages(calls: FlashAttnCalls) -> None:
     context = make_context([5, 3], [9, 7], is_paged=True)
     q, (keys, values) = torch.randn(8, NUM_HEADS, HEAD_DIM), random_pages(6)
-    k = v = torch.empty(8, NUM_KV_HEADS, HEAD_DIM)  # they are in the pages already
-    expected = SdpaBackend().prefill(
-        q, k, v, k_cache=keys, v_cache=values, scale=SCALE, context=context
-    )
+    expected = SdpaBackend().prefill(q, keys, values, SCALE, context)
     torch.testing.assert_close(calls.prefill(q, keys, values, SCALE, context), expected)
 
 

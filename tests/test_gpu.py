@@ -186,12 +186,15 @@ def test_the_tokens_are_the_same_however_steps_are_made(
     )
 
 
-def test_a_cached_prefix_gives_the_same_tokens(oracle: Oracle) -> None:
-    (prompt,) = oracle.prompts((200,), GREEDY.max_tokens)
-    llm = engine(oracle, attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=200)
-    first, second = answers(llm, [prompt]), answers(llm, [prompt])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cached_prefix_gives_the_same_tokens(oracle: Oracle, way: str) -> None:
+    prompts = oracle.prompts((200, 40), GREEDY.max_tokens)
+    llm = engine(oracle, **WAYS[way], kvcache_block_size=16, num_kvcache_blocks=200)
+    alone = answers(llm, prompts[:1])
+    beside_a_new_one = answers(llm, prompts)
     assert llm.prefix_cache_stats().num_hit_tokens == 192
-    assert first == second == [oracle.greedy(prompt, GREEDY.max_tokens)]
+    expected = [oracle.greedy(prompt, GREEDY.max_tokens) for prompt in prompts]
+    assert (alone, beside_a_new_one) == (expected[:1], expected)
 
 
 def test_requests_that_come_and_go_make_guesses_wrong_and_no_token(oracle: Oracle) -> None:

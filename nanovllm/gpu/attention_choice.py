@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nanovllm.errors import AttentionBackendError
+from nanovllm.gpu.flash_attn_calls import flash_attn_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
 FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
 FLASH_CAPABILITY = (8, 0)
-HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
 
@@ -51,20 +51,13 @@ class AttentionBackend(Protocol):
         ...
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
         """Attend from any number of new tokens a sequence to its whole context, causally.
 
-        The new tokens are the last of the context. `k` and `v` are those of the new tokens alone.
-        Where `context.block_tables` is None they are the whole context; else the cache has it.
+        The new tokens are the last of the context. Where `context.block_tables` is None they are
+        all of it, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim). Else
+        these are the cache's blocks, and the new tokens' are written there already.
 
         Returns:
             (num_tokens, num_heads, head_dim), as `q` is.
@@ -109,22 +102,9 @@ def attention_facts(
     device_type: str, capability: tuple[int, int], dtype: str, head_dim: int, block_size: int
 ) -> AttentionFacts:
     """Add what is installed to what is known."""
-    return AttentionFacts(
-        device_type=device_type,
-        capability=capability,
-        dtype=dtype,
-        head_dim=head_dim,
-        block_size=block_size,
-        flash_attn=flash_attn_version(capability),
-        has_triton=find_spec("triton") is not None,
-    )
-
-
-def flash_attn_version(capability: tuple[int, int]) -> Literal[2, 3] | None:
-    """Which flash-attn is installed for a GPU: 3, where both are and the GPU is a Hopper."""
-    if capability >= HOPPER and find_spec("flash_attn_interface") is not None:
-        return 3
-    return None if find_spec("flash_attn") is None else 2
+    known = (device_type, capability, dtype, head_dim, block_size)
+    has_triton = find_spec("triton") is not None
+    return AttentionFacts(*known, flash_attn_version(capability), has_triton)
 
 
 def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
@@ -148,14 +128,9 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
                 "use attention_backend='auto'"
             )
         return asked, "asked"
-    reason = "first_choice"
-    for name in ATTENTION_BACKENDS:
-        obstacle = _obstacle(name, facts)
-        if obstacle is None:
-            return name, reason
-        if reason == "first_choice":
-            reason = obstacle
-    raise AssertionError("sdpa has no needs")
+    obstacles = {name: _obstacle(name, facts) for name in ATTENTION_BACKENDS}
+    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)  # sdpa at last
+    return chosen, obstacles[ATTENTION_BACKENDS[0]] or "first_choice"
 
 
 def make_attention_backend(name: str) -> AttentionBackend:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanovllm.gpu.attention_choice import flash_attn_version
-from nanovllm.gpu.attention_triton import TritonBackend, keys_and_values
-from nanovllm.gpu.flash_attn_calls import FlashAttnCalls
+from nanovllm.gpu.attention_triton import TritonBackend
+from nanovllm.gpu.flash_attn_calls import FlashAttnCalls, flash_attn_version
 from nanovllm.utils.devices import gpu_capability
 
 if TYPE_CHECKING:
@@ -35,18 +34,9 @@ class HybridBackend(TritonBackend):
         self.calls = FlashAttnCalls(version)
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
-        """See AttentionBackend. With block tables, K and V are read from the pages."""
-        keys, values = keys_and_values(k, v, k_cache, v_cache, context)
+        """See AttentionBackend."""
         return self.calls.prefill(q, keys, values, scale, context)
 
 

@@ -33,18 +33,9 @@ class TritonBackend:
         write_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
-        """See AttentionBackend. With block tables, K and V are read from the pages."""
-        keys, values = keys_and_values(k, v, k_cache, v_cache, context)
+        """See AttentionBackend."""
         return prefill_attention(
             *(q, keys, values, context.cu_seqlens_q, context.cu_seqlens_k),
             *(context.max_seqlen_q, scale, context.block_tables),
@@ -60,14 +51,3 @@ class TritonBackend:
         if not isinstance(context.plan, AttentionPlan):  # in the first layer
             context.plan = plan_attention(lens, tables, k_cache, q.shape[1])
         return paged_attention(q, k_cache, v_cache, tables, lens, scale, context.plan)
-
-
-def keys_and_values(
-    k: Tensor, v: Tensor, k_cache: Tensor | None, v_cache: Tensor | None, context: Context
-) -> tuple[Tensor, Tensor]:
-    """What a prefill attends to: the pages if something is cached, else K and V as they come."""
-    if context.block_tables is None:
-        return k, v
-    if k_cache is None or v_cache is None:
-        raise RuntimeError("a prefill with a cached context needs the KV cache")
-    return k_cache, v_cache

@@ -203,37 +203,41 @@ class DecodeGraphs:
 
     Args:
         model: computes a step, inside a `forward_context`.
-        buffers: the tensors they run on.
-        block_size: tokens in a block.
-        max_model_len: the longest context.
+        config: the engine's settings, resolved.
+        vocab_size: the model's.
         ranks: who computes along.
-        observer: told how each step went.
         sample: (logits, sequences) -> tokens, for rows whose logits somebody must see.
+        observer: told how each step went.
     """
 
     def __init__(
         self,
-        *,
         model: FusedQwen3,
-        buffers: DecodeBuffers,
-        block_size: int,
-        max_model_len: int,
+        config: Config,
+        vocab_size: int,
         ranks: Ranks,
-        observer: Observer,
         sample: Callable[[Tensor, list[Sequence]], list[int]],
+        *,
+        observer: Observer,
     ) -> None:
         self.model = model
-        self.buffers = buffers
-        self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.block_size = config.kvcache_block_size
+        self.max_model_len = config.max_model_len
         self.ranks = ranks
         self.observer = observer
         self.sample = sample
-        self.sizes = graph_batch_sizes(len(buffers.positions))
+        self.sizes = graph_batch_sizes(config.max_num_seqs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool_bytes = 0
+        self.buffers = DecodeBuffers(
+            self.sizes[-1],
+            -(-self.max_model_len // self.block_size),
+            vocab_size,
+            getattr(torch, config.dtype),
+            ranks.parallel.device,
+        )
         # Two steps can be under way: one that is waited for, and one behind it.
-        self._hosts = list(buffers.host_token_ids)
+        self._hosts = list(self.buffers.host_token_ids)
         self._stretches = [Stretch(), Stretch()]
         self._tables_are_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -401,22 +405,9 @@ def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> Decode
     """The graphs of a runner's decode steps, not recorded yet."""
     if runner.fused is None:
         raise RuntimeError("graphs are recorded of fused steps")
-    config = runner.config
-    buffers = DecodeBuffers(
-        graph_batch_sizes(config.max_num_seqs)[-1],
-        -(-config.max_model_len // config.kvcache_block_size),
-        model_config.vocab_size,
-        runner.dtype,
-        runner.device,
-    )
     return DecodeGraphs(
-        model=runner.fused,
-        buffers=buffers,
-        block_size=config.kvcache_block_size,
-        max_model_len=config.max_model_len,
-        ranks=runner.ranks,
+        *(runner.fused, runner.config, model_config.vocab_size, runner.ranks, runner.sample),
         observer=runner.observer,
-        sample=runner.sample,
     )
 
 

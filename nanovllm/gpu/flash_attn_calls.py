@@ -10,19 +10,29 @@
 Both take sequences of different lengths, read K and V page by page, and never write a score matrix
 to memory. Nothing here reads a number back from the GPU, so a decode can be captured.
 
-Knows the two packages' functions and the names of their arguments. Does not know which of them is
-installed (`attention_choice.py`), nor who writes K and V into the pages.
+Knows which of the two packages is installed, their functions and the names of their arguments. Does
+not know who writes K and V into the pages.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.layers.context import Context
+
+HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
+
+
+def flash_attn_version(capability: tuple[int, int]) -> Literal[2, 3] | None:
+    """Which flash-attn is installed for a GPU: 3, where both are and the GPU is a Hopper."""
+    if capability >= HOPPER and find_spec("flash_attn_interface") is not None:
+        return 3
+    return None if find_spec("flash_attn") is None else 2
 
 
 class FlashAttnCalls:

@@ -146,9 +146,8 @@ class FusedQwen3:
         if k_cache is None or v_cache is None:
             raise RuntimeError("the KV cache must be in place before a fused step")
         num_heads, num_kv_heads = inner.num_heads, inner.num_kv_heads
-        reads_fresh = context.phase == "prefill" and context.block_tables is None
         k = None
-        if reads_fresh:  # nothing is cached: attention takes K and V as they come
+        if context.block_tables is None:  # nothing is cached: attention takes K and V as they come
             k = torch.empty(
                 (qkv.shape[0], num_kv_heads, inner.head_dim), dtype=qkv.dtype, device=qkv.device
             )
@@ -162,15 +161,9 @@ class FusedQwen3:
                 q, k_cache=k_cache, v_cache=v_cache, scale=inner.scale, context=context
             )
         else:
-            heads = qkv.view(len(qkv), -1, inner.head_dim)
-            v = heads[:, num_heads + num_kv_heads :]
-            attended = inner.backend.prefill(
-                q,
-                v if k is None else k,  # read from the pages where None
-                v,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                scale=inner.scale,
-                context=context,
-            )
+            keys, values = k_cache, v_cache
+            if k is not None:
+                heads = qkv.view(len(qkv), -1, inner.head_dim)
+                keys, values = k, heads[:, num_heads + num_kv_heads :]
+            attended = inner.backend.prefill(q, keys, values, inner.scale, context)
         return attended.flatten(1)

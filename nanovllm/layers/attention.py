@@ -70,11 +70,11 @@ class Attention(nn.Module):
                 return self.backend.decode(
                     q, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
                 )
+            if context.block_tables is not None:
+                k, v = k_cache, v_cache  # the context's, the new ones among them
         elif context.phase == "decode" or context.block_tables is not None:
             raise RuntimeError(
                 "This step reads the KV cache, but the layer has none: "
                 "set k_cache and v_cache of every Attention first."
             )
-        return self.backend.prefill(
-            q, k, v, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
-        )
+        return self.backend.prefill(q, k, v, self.scale, context)

@@ -40,31 +40,24 @@ class SdpaBackend:
         _as_slots(v_cache).index_copy_(0, slot_mapping, v)
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_cache: Tensor | None,
-        v_cache: Tensor | None,
-        scale: float,
-        context: Context,
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
         """Attend one sequence after another, each to its own context."""
         if context.plan is None:
-            context.plan = _plan_prefill(context, None if k_cache is None else k_cache.shape[1])
+            context.plan = _plan_prefill(context, keys.shape[1])
         output = torch.empty_like(q)
         for rows, slots, mask in context.plan:
-            keys, values = k[rows], v[rows]
-            if slots is not None and k_cache is not None and v_cache is not None:
-                keys = _as_slots(k_cache).index_select(0, slots)
-                values = _as_slots(v_cache).index_select(0, slots)
+            if slots is None:
+                k, v = keys[rows], values[rows]
+            else:
+                k = _as_slots(keys).index_select(0, slots)
+                v = _as_slots(values).index_select(0, slots)
             output[rows] = scaled_dot_product_attention(
                 q[rows].transpose(0, 1).unsqueeze(0),  # (1, num_heads, num_new, head_dim)
-                keys.transpose(0, 1).unsqueeze(0),  # (1, num_kv_heads, context_len, head_dim)
-                values.transpose(0, 1).unsqueeze(0),
+                k.transpose(0, 1).unsqueeze(0),  # (1, num_kv_heads, context_len, head_dim)
+                v.transpose(0, 1).unsqueeze(0),
                 attn_mask=mask,
-                is_causal=slots is None,
+                is_causal=len(k) == rows.stop - rows.start,  # nothing was cached
                 scale=scale,
                 enable_gqa=True,
             )[0].transpose(0, 1)
@@ -103,13 +96,13 @@ def _slots(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 
 def _plan_prefill(
-    context: Context, block_size: int | None
+    context: Context, block_size: int
 ) -> list[tuple[slice, Tensor | None, Tensor | None]]:
     """Plan each sequence of a prefill.
 
     Returns:
         Of each sequence, its rows among the step's new tokens; the slots of its context,
-        (context_len,) int64, or None if the new tokens are all of it; and (num_new, context_len)
+        (context_len,) int64, or None if no sequence has anything cached; and (num_new, context_len)
         bool, True where a query sees a key, or None if no table is needed: nothing is cached (plain
         causal), or the one query there is sees all.
     """
@@ -119,10 +112,12 @@ def _plan_prefill(
     for seq, (begin, end) in enumerate(pairwise(context.cu_seqlens_q.tolist())):
         num_new, context_len = end - begin, context_lens[seq]
         slots = mask = None
-        if num_new < context_len and context.block_tables is not None and block_size is not None:
+        if context.block_tables is not None:
             positions = torch.arange(context_len, device=device).unsqueeze(0)
             slots = _slots(context.block_tables[seq : seq + 1], positions, block_size)[0]
-            if num_new > 1:  # the new tokens are the last: the diagonal ends in the lower right
+            if (
+                1 < num_new < context_len
+            ):  # the new tokens are the last: the diagonal ends lower right
                 mask = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
                 mask = mask.tril(diagonal=context_len - num_new)
         plan.append((slice(begin, end), slots, mask))

@@ -10,7 +10,7 @@ position p is turned by p * frequency[i]:
 
 The product of a query and a key then depends on the distance of their positions only.
 
-Knows RoPE as Qwen3 uses it. `utils/rope_scaling.py` has the scaling for long texts.
+Knows RoPE as Qwen3 uses it. `utils/rope_config.py` has the scaling for long texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-
-from nanovllm.utils.rope_scaling import stretch
 
 if TYPE_CHECKING:
     from nanovllm.utils.rope_config import RopeScaling
@@ -66,7 +64,7 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies = 1.0 / theta**exponents  # (head_dim / 2,): from 1 down to nearly 1 / theta
         if scaling is not None:
-            frequencies = stretch(frequencies, theta, scaling)
+            frequencies = scaling.stretch(frequencies, theta)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from nanovllm.config import Config
     from nanovllm.engine.model_inputs import Step
-    from nanovllm.observer import Observer
-    from nanovllm.utils.model_config import ModelConfig
 
 T = TypeVar("T")
 
@@ -64,7 +62,7 @@ class Ranks:
     def computing(self, step: Step) -> AbstractContextManager[None]:
         """Wrap the computing of a step, so that every rank computes it. Raises as `starting`."""
         del step  # for those who must be told
-        return nullcontext()
+        return self.starting()
 
     def agree(self, value: T) -> T:
         """Rank 0's `value`, on every rank that goes on with it."""
@@ -94,22 +92,12 @@ class Lockstep(Ranks):
             is_one_machine=launch.num_local_ranks == launch.world_size,
         )
         super().__init__(parallel, launch.num_local_ranks)
-        self._timeout = config.distributed_timeout
         self._ended: str | None = None
         weakref.finalize(self, parallel.close)
 
-    def starting(self) -> AbstractContextManager[None]:
-        """See Ranks."""
-        return self._together()
-
-    def computing(self, step: Step) -> AbstractContextManager[None]:
-        """See Ranks. The other ranks have scheduled the same."""
-        del step
-        return self._together()
-
     def agree(self, value: T) -> T:
         """See Ranks."""
-        with self._together():
+        with self.starting():
             return self.parallel.broadcast(value)
 
     def exit(self) -> None:
@@ -119,7 +107,8 @@ class Lockstep(Ranks):
             self.parallel.close()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def starting(self) -> Iterator[None]:
+        """See Ranks. A step is no different: the other ranks have scheduled the same."""
         if self._ended is not None:
             raise WorkerError(self._ended)
         try:
@@ -127,8 +116,8 @@ class Lockstep(Ranks):
         except ContactLostError as error:
             self.parallel.close()
             self._ended = (
-                f"{error}: one of them died, raised, or did not come within {self._timeout:g} s "
-                "(distributed_timeout); what it printed says why"
+                f"{error}: one of them died, raised, or did not come within "
+                f"{self.parallel.timeout:g} s (distributed_timeout); what it printed says why"
             )
             raise WorkerError(self._ended) from error
         except BaseException as error:
@@ -138,33 +127,6 @@ class Lockstep(Ranks):
                 f"{error}), so the ranks are no longer in step; start them anew"
             )
             raise
-
-
-def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) -> Ranks:
-    """Take a place among the ranks; start the other ones if nobody else has.
-
-    Raises:
-        ValueError: torchrun started another number of processes than `tensor_parallel_size`.
-        ValueError: there are fewer GPUs than ranks.
-        WorkerError: not every rank came.
-    """
-    from nanovllm.parallel.worker_group import WorkerGroup  # noqa: PLC0415 - it is one of the Ranks
-
-    num_ranks = config.tensor_parallel_size
-    launch = Launch.from_environment(os.environ)
-    if launch is not None and launch.world_size != num_ranks:
-        raise ValueError(
-            f"tensor_parallel_size={num_ranks}, but the environment says WORLD_SIZE="
-            f"{launch.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
-            f"tensor_parallel_size={launch.world_size}, or, if no launcher started this process, "
-            "unset RANK and WORLD_SIZE"
-        )
-    if num_ranks == 1:
-        return Ranks(TensorParallel(device=rank_device(config.device, 0)))
-    if launch is not None:
-        return Lockstep(launch, config)
-    rank_device(config.device, num_ranks - 1)  # is there one for the last?
-    return WorkerGroup(config, model_config, observer)
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:

@@ -32,9 +32,11 @@ import torch
 
 from nanovllm.errors import ContactLostError, WorkerError
 from nanovllm.parallel.interrupts import interrupts_blocked, interrupts_deferred
-from nanovllm.parallel.ranks import Ranks, rank_device
-from nanovllm.parallel.tensor_parallel import START_TIMEOUT, connect, serve_store
+from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.ranks import Lockstep, Ranks, rank_device
+from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect, serve_store
 from nanovllm.parallel.worker import Failure, Hello, WorkerSetup, worker_main
+from nanovllm.utils.threads import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_inputs import Step
     from nanovllm.observer import Observer
-    from nanovllm.parallel.tensor_parallel import TensorParallel
     from nanovllm.utils.model_config import ModelConfig
 
 _SECONDS_TO_EXPLAIN = 2.0  # for somebody's last words to come in, after something went wrong
@@ -159,14 +160,10 @@ class WorkerGroup(Ranks):
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
         """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
-        num_threads = torch.get_num_threads()
         with interrupts_deferred(), self._watching("step"):
             self._tell(step)
-            torch.set_num_threads(self._num_threads)
-            try:
+            with num_threads(self._num_threads):
                 yield
-            finally:
-                torch.set_num_threads(num_threads)
 
     def exit(self) -> None:
         """See Ranks."""
@@ -265,6 +262,31 @@ class WorkerGroup(Ranks):
             return WorkerError(f"rank {ranks} did not answer within {limit}")
         noticed.insert(0, f"{error} ({error.__cause__})")
         return WorkerError(f"the ranks lost each other: {'; '.join(noticed)}")
+
+
+def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) -> Ranks:
+    """Take a place among the ranks; start the other ones if nobody else has.
+
+    Raises:
+        ValueError: torchrun started another number of processes than `tensor_parallel_size`.
+        ValueError: there are fewer GPUs than ranks.
+        WorkerError: not every rank came.
+    """
+    num_ranks = config.tensor_parallel_size
+    launch = Launch.from_environment(os.environ)
+    if launch is not None and launch.world_size != num_ranks:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}, but the environment says WORLD_SIZE="
+            f"{launch.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
+            f"tensor_parallel_size={launch.world_size}, or, if no launcher started this process, "
+            "unset RANK and WORLD_SIZE"
+        )
+    if num_ranks == 1:
+        return Ranks(TensorParallel(device=rank_device(config.device, 0)))
+    if launch is not None:
+        return Lockstep(launch, config)
+    rank_device(config.device, num_ranks - 1)  # is there one for the last?
+    return WorkerGroup(config, model_config, observer)
 
 
 def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str | None:

@@ -6,6 +6,7 @@ Knows the range of each option of `Config`. Does not know what an "auto" means (
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
@@ -13,22 +14,36 @@ from nanovllm.utils.options import choice, real_number, truth, whole_number
 from nanovllm.utils.peers import own_options
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from nanovllm.utils.model_config import ModelConfig
 
-_LEAST_LENGTH = 2  # one token in, one out
-_WHOLE_NUMBERS = {  # the least, and what each is below
-    **dict.fromkeys(("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"), (1, 2**31)),
-    **dict.fromkeys(("max_model_len", "kvcache_block_size", "num_kvcache_blocks"), (1, 2**31)),
-    "seed": (0, 2**64),
-}
-_SHARES = {"gpu_memory_utilization": 1.0, "distributed_timeout": 7 * 24 * 3600.0}  # 0 to this
-_SWITCHES = {"enforce_eager", "enable_prefix_caching", "fused_kernels"}
-_CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "attention_backend": ("auto", *ATTENTION_BACKENDS),
+_COUNT = partial(whole_number, at_least=1, below=2**31)
+
+
+def _length(name: str, value: object) -> int:
+    number = _COUNT(name, value)
+    if number == 1:
+        raise ValueError("max_model_len must be at least 2: one token in, one out")
+    return number
+
+
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "max_num_batched_tokens": _COUNT,
+    "max_num_seqs": _COUNT,
+    "max_model_len": _length,
+    "gpu_memory_utilization": partial(real_number, low=0, high=1, with_low=False),
+    "tensor_parallel_size": _COUNT,
+    "distributed_timeout": partial(real_number, low=0, high=7 * 24 * 3600, with_low=False),
+    "enforce_eager": truth,
+    "kvcache_block_size": _COUNT,
+    "num_kvcache_blocks": lambda name, value: None if value is None else _COUNT(name, value),
+    "device": partial(choice, choices=("auto", "cpu", "cuda")),
+    "dtype": partial(choice, choices=("auto", "float32", "float16", "bfloat16")),
+    "attention_backend": partial(choice, choices=("auto", *ATTENTION_BACKENDS)),
+    "fused_kernels": truth,
+    "enable_prefix_caching": truth,
+    "seed": partial(whole_number, at_least=0, below=2**64),
 }
 
 
@@ -41,24 +56,9 @@ def checked_options(
         TypeError: an option is unknown, or a value is of the wrong type.
         ValueError: a value is out of range.
     """
+    checks = _CHECKS | {"policy": partial(choice, choices=tuple(policies))}
     own = own_options("LLM()", options, known)
-    return {name: _checked(name, value, policies) for name, value in own.items()}
-
-
-def _checked(name: str, value: object, policies: Collection[str]) -> object:
-    if name == "num_kvcache_blocks" and value is None:
-        return None
-    if name in _WHOLE_NUMBERS:
-        at_least, below = _WHOLE_NUMBERS[name]
-        number = whole_number(name, value, at_least=at_least, below=below)
-        if name == "max_model_len" and number < _LEAST_LENGTH:
-            raise ValueError("max_model_len must be at least 2: one token in, one out")
-        return number
-    if name in _SHARES:
-        return real_number(name, value, low=0, high=_SHARES[name], with_low=False)
-    if name in _SWITCHES:
-        return truth(name, value)
-    return choice(name, value, _CHOICES.get(name) or tuple(policies))
+    return {name: checks[name](name, value) for name, value in own.items()}
 
 
 def check_split(num_ranks: int, model: ModelConfig) -> None:
@@ -67,26 +67,22 @@ def check_split(num_ranks: int, model: ModelConfig) -> None:
     Fewer KV heads than ranks are replicated, if each can have equally many copies. The vocabulary
     need not come out even: it is padded.
     """
+    obstacle = _obstacle(num_ranks, model)
+    if obstacle is not None:
+        numbers = range(1, model.num_attention_heads + 1)
+        possible = [str(number) for number in numbers if _obstacle(number, model) is None]
+        raise ValueError(
+            f"this model cannot be split by tensor_parallel_size={num_ranks}: {obstacle}; "
+            f"it can be by {', '.join(possible)}"
+        )
+
+
+def _obstacle(num_ranks: int, model: ModelConfig) -> str | None:
     for name in ("num_attention_heads", "intermediate_size"):
         whole = getattr(model, name)
         if whole % num_ranks:
-            raise _uneven_split(num_ranks, model, f"it does not divide {name}={whole}")
+            return f"it does not divide {name}={whole}"
     num_kv_heads = model.num_key_value_heads
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        what = f"neither it nor num_key_value_heads={num_kv_heads} divides the other"
-        raise _uneven_split(num_ranks, model, what)
-
-
-def _uneven_split(num_ranks: int, model: ModelConfig, what: str) -> ValueError:
-    num_heads, num_kv_heads = model.num_attention_heads, model.num_key_value_heads
-    possible = [
-        str(number)
-        for number in range(1, num_heads + 1)
-        if num_heads % number == 0
-        and model.intermediate_size % number == 0
-        and (num_kv_heads % number == 0 or number % num_kv_heads == 0)
-    ]
-    return ValueError(
-        f"this model cannot be split by tensor_parallel_size={num_ranks}: {what}; "
-        f"it can be by {', '.join(possible)}"
-    )
+        return f"neither it nor num_key_value_heads={num_kv_heads} divides the other"
+    return None

@@ -38,11 +38,16 @@ class JsonFields:
 
     def error(self, name: str, what: str) -> ModelConfigError:
         """Return (not raise) the error that says what is wrong with a field."""
+        shown = "(absent)"
         if name in self.values:
             value = repr(self.values[name])
-            shown = value if len(value) <= 80 else f"{value[:77]}..."  # noqa: PLR2004 -- one line
-            return ModelConfigError(f"{self.file}: {self.prefix}{name} = {shown} {what}.")
-        return ModelConfigError(f"{self.file}: {self.prefix}{name} (absent) {what}.")
+            shown = f"= {value}" if len(value) <= 80 else f"= {value[:77]}..."  # noqa: PLR2004 -- one line
+        return ModelConfigError(f"{self.file}: {self.prefix}{name} {shown} {what}.")
+
+    def require(self, name: str, is_right: object, what: str) -> None:
+        """Raise the error of a field that is not right."""
+        if not is_right:
+            raise self.error(name, what)
 
     def section(self, name: str) -> JsonFields | None:
         """Return the JSON object in a field, None if absent."""

@@ -175,24 +175,30 @@ def check_sizes(folder: str | os.PathLike[str], config: ModelConfig) -> None:
 
 def read_checkpoint(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     """Return the files of a checkpoint, and its tensors by name, without reading their numbers."""
-    files = find_files(folder)
+    index = {} if is_there(folder / SINGLE_FILE) else _read_index(folder / INDEX_FILE)
+    files = find_files(folder, index)
     stored = read_headers(files)
-    _check_index(folder, stored)
+    for name, file_name in index.items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise WeightsError(
+                f"{folder / INDEX_FILE} says that {name} is in {file_name}, but it is not; "
+                "download both again."
+            )
     return files, {name: stored[name] for name in stored if not name.endswith(UNUSED)}
 
 
-def find_files(folder: Path) -> list[Path]:
+def find_files(folder: Path, index: dict[str, str]) -> list[Path]:
     """Return the files of the checkpoint: one, those of the index, or all there are."""
     if is_there(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
-    if is_there(folder / INDEX_FILE):
-        names = sorted(set(_read_index(folder / INDEX_FILE).values()))
-        for name in names:
-            if not is_there(folder / name):
-                raise WeightsError(
-                    f"{folder / INDEX_FILE} names the file {name}, which is not in the folder; "
-                    "download it again."
-                )
+    names = sorted(set(index.values()))
+    for name in names:
+        if not is_there(folder / name):
+            raise WeightsError(
+                f"{folder / INDEX_FILE} names the file {name}, which is not in the folder; "
+                "download it again."
+            )
+    if names:
         return [folder / name for name in names]
     try:
         files = sorted(folder.iterdir())
@@ -252,16 +258,15 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
 
 def find_tied(model: nn.Module) -> dict[str, str]:
     """Return the second names of parameters that have two, such as a tied head's."""
-    first_names: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name = first_names.setdefault(id(parameter), name)
-        if first_name != name:
-            tied[name] = first_name
-    return tied
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: names[parameter] for name, parameter in all_names if name != names[parameter]}
 
 
 def _read_index(file: Path) -> dict[str, str]:
+    """Return the file of each tensor; nothing if there is no index."""
+    if not is_there(file):
+        return {}
     content = read_json(file, WeightsError)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -270,18 +275,6 @@ def _read_index(file: Path) -> dict[str, str]:
         if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name:
             raise WeightsError(f"{file}: weight_map.{name} = {file_name!r} is no file name.")
     return weight_map
-
-
-def _check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
-    """Check that each tensor lies where the index, if it is in use, says."""
-    if is_there(folder / SINGLE_FILE) or not is_there(folder / INDEX_FILE):
-        return
-    for name, file_name in _read_index(folder / INDEX_FILE).items():
-        if name not in stored or stored[name].file.name != file_name:
-            raise WeightsError(
-                f"{folder / INDEX_FILE} says that {name} is in {file_name}, but it is not; "
-                "download both again."
-            )
 
 
 def _check_names(

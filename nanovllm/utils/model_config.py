@@ -129,14 +129,14 @@ class ModelConfig:
         folder = Path(path)
         _check_folder(folder)
         fields = _read_json(folder / "config.json")
-        _refuse_what_is_not_implemented(fields)
+        _check_what_is_implemented(fields)
 
         hidden_size = fields.count("hidden_size")
         num_hidden_layers = fields.count("num_hidden_layers")
         num_attention_heads = fields.count("num_attention_heads")
         max_position_embeddings = fields.count("max_position_embeddings")
-        if max_position_embeddings < 2:  # noqa: PLR2004 - one token of prompt, one of completion
-            raise fields.error("max_position_embeddings", "must be at least 2: one in, one out")
+        is_enough = max_position_embeddings > 1
+        fields.require("max_position_embeddings", is_enough, "must be at least 2: one in, one out")
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)
         rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)
@@ -192,52 +192,44 @@ def _read_json(file: Path, *, optional: bool = False) -> JsonFields:
     return JsonFields(file, content)
 
 
-def _refuse_what_is_not_implemented(fields: JsonFields) -> None:
-    architectures = fields.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise fields.error(
-            "architectures", f"must be [{ARCHITECTURE!r}]; no other model is implemented"
-        )
-    for name, implemented in IMPLEMENTED_ONLY:
-        if fields.get(name) not in (None, implemented):
-            raise fields.error(name, f"is not implemented; only {implemented!r} is")
+def _check_what_is_implemented(fields: JsonFields) -> None:
+    is_qwen3 = fields.get("architectures") == [ARCHITECTURE]
+    what = f"must be [{ARCHITECTURE!r}]; no other model is implemented"
+    fields.require("architectures", is_qwen3, what)
+    for name, only in IMPLEMENTED_ONLY:
+        what = f"is not implemented; only {only!r} is"
+        fields.require(name, fields.get(name) in (None, only), what)
 
 
 def _check_layer_types(fields: JsonFields, num_hidden_layers: int) -> None:
     layer_types = fields.get("layer_types")
-    if layer_types is None:
-        return
     kinds = layer_types if isinstance(layer_types, list) else []
-    if len(kinds) != num_hidden_layers or any(kind != "full_attention" for kind in kinds):
-        raise fields.error(
-            "layer_types",
-            f"must name 'full_attention' {num_hidden_layers} times (num_hidden_layers);"
-            " no other kind is implemented",
-        )
+    is_full = len(kinds) == num_hidden_layers and all(kind == "full_attention" for kind in kinds)
+    what = (
+        f"must name 'full_attention' {num_hidden_layers} times (num_hidden_layers);"
+        " no other kind is implemented"
+    )
+    fields.require("layer_types", layer_types is None or is_full, what)
 
 
-def _num_key_value_heads(fields: JsonFields, num_attention_heads: int) -> int:
+def _num_key_value_heads(fields: JsonFields, num_heads: int) -> int:
     """Several query heads may share one key/value head (GQA), each of them equally many."""
-    num_key_value_heads = fields.count("num_key_value_heads", default=num_attention_heads)
-    if num_attention_heads % num_key_value_heads != 0:
-        raise fields.error(
-            "num_key_value_heads", f"must divide num_attention_heads = {num_attention_heads}"
-        )
-    return num_key_value_heads
+    num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
+    what = f"must divide num_attention_heads = {num_heads}"
+    fields.require("num_key_value_heads", num_heads % num_kv_heads == 0, what)
+    return num_kv_heads
 
 
-def _head_dim(fields: JsonFields, hidden_size: int, num_attention_heads: int) -> int:
-    if fields.get("head_dim") is None and hidden_size % num_attention_heads != 0:
-        raise fields.error(
-            "head_dim",
-            f"must be given where num_attention_heads = {num_attention_heads}"
-            f" does not divide hidden_size = {hidden_size}",
-        )
-    head_dim = fields.count("head_dim", default=hidden_size // num_attention_heads)
-    if head_dim % 2 != 0:
-        raise fields.error(
-            "head_dim", f"must be even, since RoPE turns pairs of numbers; it is {head_dim}"
-        )
+def _head_dim(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
+    is_known = fields.get("head_dim") is not None or hidden_size % num_heads == 0
+    what = (
+        f"must be given where num_attention_heads = {num_heads}"
+        f" does not divide hidden_size = {hidden_size}"
+    )
+    fields.require("head_dim", is_known, what)
+    head_dim = fields.count("head_dim", default=hidden_size // num_heads)
+    what = f"must be even, since RoPE turns pairs of numbers; it is {head_dim}"
+    fields.require("head_dim", head_dim % 2 == 0, what)
     return head_dim
 
 
@@ -245,6 +237,5 @@ def _dtype(fields: JsonFields) -> str | None:
     """`dtype` since transformers 5, `torch_dtype` before."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype = fields.get(name)
-    if dtype is not None and dtype not in DTYPES:
-        raise fields.error(name, f"must be one of {', '.join(DTYPES)}")
+    fields.require(name, dtype in (None, *DTYPES), f"must be one of {', '.join(DTYPES)}")
     return dtype if isinstance(dtype, str) else None

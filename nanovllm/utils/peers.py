@@ -49,14 +49,12 @@ def for_peers(*methods: str) -> Callable[[type[T]], type[T]]:
         raise AttributeError(no_such(f"{type(self).__name__} has no", name, own))
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
-        what, own = (
-            function.__qualname__.replace(".__init__", ""),
-            [*signature(function).parameters],
-        )
+        what = function.__qualname__.replace(".__init__", "")
+        own = [*signature(function).parameters][1:]
 
         @wraps(function)
         def call(*args: object, **options: object) -> object:
-            return function(*args, **own_options(f"{what}()", options, own[1:]))
+            return function(*args, **own_options(f"{what}()", options, own))
 
         return call
 

@@ -3,8 +3,8 @@
     transformers 5:  "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
     before:          "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
-Knows which parameters each kind of scaling takes. How they bend the frequencies is known to
-`rope_scaling.py`.
+Knows which parameters each kind of scaling takes, and the formulas by which they change the
+frequencies (yarn: https://arxiv.org/abs/2309.00071).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from nanovllm.utils.json_fields import LARGEST_COUNT
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nanovllm.utils.json_fields import JsonFields
 
 # The fields each kind may have; any other is refused, since it would be ignored.
@@ -60,6 +62,37 @@ class RopeScaling:
         """How far the stretched positions reach, as vLLM's `_get_and_verify_max_len` has it."""
         return int(min(self.original_max_position_embeddings * self.factor, LARGEST_COUNT))
 
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Slow the frequencies down as the checkpoint asks.
+
+        Args:
+            frequencies: (head_dim / 2,) how far each pair turns from one position to the next,
+                radians.
+            theta: what they were made from.
+        """
+        if self.rope_type == "linear":
+            return frequencies / self.factor
+        kept = self._yarn_kept_share(frequencies, theta)
+        return frequencies * kept + frequencies / self.factor * (1.0 - kept)
+
+    def _yarn_kept_share(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where not, or between."""
+        head_dim = 2 * len(frequencies)
+
+        def pair_that_turns(num_turns: float) -> float:
+            """Which pair turns so often over the original length? No whole number, as a rule."""
+            wavelength = self.original_max_position_embeddings / (num_turns * 2 * math.pi)
+            return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, and no division by zero
+        pairs = frequencies.new_tensor(range(len(frequencies)))
+        return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)
+
 
 def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
     """Return rope_theta and the scaling.
@@ -67,38 +100,33 @@ def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, 
     Raises:
         ModelConfigError: a parameter is missing, said twice, or of a kind not implemented.
     """
-    sections = [
-        section
-        for name in ("rope_parameters", "rope_scaling")
-        if (section := fields.section(name)) is not None
-    ]
+    sections = [*filter(None, map(fields.section, ("rope_parameters", "rope_scaling")))]
     scalings = [_read_scaling(section, max_position_embeddings) for section in sections]
     places = [place for place in (*sections, fields) if place.get("rope_theta") is not None]
-    if not places:
-        raise fields.error("rope_theta", "must be given, here or in rope_parameters")
+    fields.require("rope_theta", places, "must be given, here or in rope_parameters")
     thetas = [place.number("rope_theta", above=1.0) for place in places]
-    if len(set(thetas)) > 1:
-        raise fields.error("rope_theta", f"is given twice and differs: {thetas}")
-    if len(set(scalings)) > 1:
-        raise fields.error("rope_scaling", "contradicts rope_parameters; keep one of the two")
+    fields.require("rope_theta", len(set(thetas)) == 1, f"is given twice and differs: {thetas}")
+    is_one = len(set(scalings)) <= 1
+    fields.require("rope_scaling", is_one, "contradicts rope_parameters; keep one of the two")
     return thetas[0], scalings[0] if scalings else None
 
 
 def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScaling | None:
     named = [name for name in ("rope_type", "type") if section.get(name) is not None]
     rope_type = section.get(named[0]) if named else "default"
-    if any(section.get(name) != rope_type for name in named):
-        raise section.error("type", f"contradicts rope_type = {rope_type!r}")
+    is_one = all(section.get(name) == rope_type for name in named)
+    section.require("type", is_one, f"contradicts rope_type = {rope_type!r}")
     if not isinstance(rope_type, str) or rope_type not in KNOWN_FIELDS:
         raise section.error(named[0], f"is not implemented; {', '.join(KNOWN_FIELDS)} are")
     for name, value in section.values.items():
         is_known = name in FIELDS_OF_ALL + KNOWN_FIELDS[rope_type]
         is_idle = value is None or (name in IDLE and value == IDLE[name])
-        if not is_known and not is_idle:
-            raise section.error(name, f"is not implemented for rope_type {rope_type!r}")
+        what = f"is not implemented for rope_type {rope_type!r}"
+        section.require(name, is_known or is_idle, what)
     if rope_type == "default":
         return None
-    factor = _at_least_one(section, "factor")
+    factor = section.number("factor", above=0.0)
+    section.require("factor", factor >= 1.0, "must be at least 1")
     original = section.count("original_max_position_embeddings", default=max_position_embeddings)
     if rope_type == "linear":
         return RopeScaling("linear", factor, original)
@@ -133,10 +161,3 @@ def _attention_factor(section: JsonFields, factor: float) -> float:
     if section.get("attn_factor") is not None and not math.isclose(told, found, rel_tol=1e-6):
         raise section.error("attn_factor", f"makes {found:g}, but attention_factor is {told:g}")
     return told
-
-
-def _at_least_one(section: JsonFields, name: str) -> float:
-    factor = section.number(name, above=0.0)
-    if factor < 1.0:
-        raise section.error(name, "must be at least 1")
-    return factor

@@ -13,13 +13,14 @@ back after it. Does not know what is computed, only how much.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 # One core reads about 10 GB and does about 80 billion multiply-adds a second, both within a factor
 # of two: for fewer rows than this, it waits for the weights, and not for the arithmetic.
@@ -39,15 +40,20 @@ def is_worth_sharing(num_rows: int, num_weights: int) -> bool:
     return max(num_rows, ROWS_OF_EQUAL_TIME) * num_weights >= SMALLEST_SHARED_PRODUCT
 
 
-@contextmanager
-def threads_for(num_rows: int, num_weights: int) -> Iterator[None]:
+def threads_for(num_rows: int, num_weights: int) -> AbstractContextManager[None]:
     """Within this, compute with as many threads as pay for such products, and then as before."""
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or is_worth_sharing(num_rows, num_weights):
+    return nullcontext() if is_worth_sharing(num_rows, num_weights) else num_threads(1)
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Within this, compute with so many threads, and then with as many as before."""
+    before = torch.get_num_threads()
+    if before == number:
         yield
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(before)

@@ -97,18 +97,14 @@ class Tokenizer:
         """
         if not self.exists:
             return
-        added = set(self.of_transformers.get_added_vocab()) - {self.of_transformers.eos_token}
-        ids = (
-            (i, token)
-            for token, i in self.of_transformers.get_vocab().items()
-            if token not in added
-        )
+        tokenizer = self.of_transformers
+        added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}
+        ids = ((i, token) for token, i in tokenizer.get_vocab().items() if token not in added)
         largest, token = max(ids, default=(0, ""))
         if largest >= vocab_size:
             files = [f for name in _VOCABULARIES if is_there(f := Path(self.folder) / name)]
-            if not any(
-                json.dumps(token) in json.dumps(read_json(f, TokenizerError)) for f in files
-            ):
+            texts = (json.dumps(read_json(f, TokenizerError)) for f in files)
+            if not any(json.dumps(token) in text for text in texts):
                 raise TokenizerError(
                     f"{self.folder}: the eos_token {token!r} is not in {files[0].name}: correct "
                     f"it in {_CONFIG}, or take all of the model's own tokenizer files"
@@ -167,11 +163,8 @@ class Tokenizer:
         return self._encode(text, special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(
-            self.of_transformers.encode(
-                prompt_text(text), add_special_tokens=special, verbose=False
-            )
-        )
+        encode = self.of_transformers.encode
+        return list(encode(prompt_text(text), add_special_tokens=special, verbose=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of `token_ids`, special tokens (the end of a turn) left out.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanovllm.engine.model_inputs import Step, prepare_decode
-from nanovllm.gpu.cuda_graphs import DecodeBuffers, DecodeGraphs, graph_batch_sizes
+from nanovllm.gpu.cuda_graphs import DecodeGraphs
 from support.fake_runner import FAKE_MODEL, START, FakeRunner, make_engine, next_token
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Mark:
 class _Alone:
     """In place of Ranks."""
 
-    parallel = SimpleNamespace(world_size=1, await_device=lambda: None)
+    parallel = SimpleNamespace(world_size=1, device=torch.device("cpu"), await_device=lambda: None)
 
     def computing(self, _step: Step) -> Any:  # noqa: ANN401 - a context manager
         """Nobody is told."""
@@ -99,27 +99,18 @@ class GraphRunner(FakeRunner):
 
     def __init__(self, config: Config, observer: Observer) -> None:
         super().__init__(config, observer)
-        num_rows = graph_batch_sizes(config.max_num_seqs)[-1]
         self.width = -(-config.max_model_len // self.block_size)
+        ranks, unused = cast("Ranks", _Alone()), cast("Any", object())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "Event", _Mark)
-            self.buffers = DecodeBuffers(
-                num_rows, self.width, FAKE_MODEL.vocab_size, torch.float32, torch.device("cpu")
-            )
-            unused: Any = None
             self.graphs = _Graphs(
-                model=unused,
-                buffers=self.buffers,
-                block_size=self.block_size,
-                max_model_len=config.max_model_len,
-                ranks=cast("Ranks", _Alone()),
-                observer=observer,
-                sample=unused,
+                *(unused, config, FAKE_MODEL.vocab_size, ranks, unused), observer=observer
             )
+        self.buffers = self.graphs.buffers
         self.graphs.runner = self
         graphs: Any = {size: _Graph(self, size) for size in self.graphs.sizes}
         self.graphs.graphs = graphs
-        self.row_states = [0] * num_rows
+        self.row_states = [0] * self.graphs.sizes[-1]
         self.num_replays = 0
 
     def compute_rows(self, size: int) -> None:

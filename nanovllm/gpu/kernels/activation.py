@@ -11,22 +11,18 @@ Knows rows only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import ceil_div
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 1024
 
@@ -43,16 +39,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: there is no such half, or the tensor is not contiguous.
     """
-    require_shape("gate_up", gate_up, (None, None))
+    require_shape((None, None), gate_up=gate_up)
     num_tokens, width = gate_up.shape
     if width % 2:
         raise ValueError(f"gate_up must be two halves side by side, but its rows have {width}.")
     size = width // 2
     product = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if product.numel():
-        is_early = starts_early(gate_up.device)
         _silu_and_mul[(num_tokens, ceil_div(size, BLOCK))](
-            gate_up, product, size, block=BLOCK, is_early=is_early, launch_pdl=is_early
+            gate_up, product, size, block=BLOCK, **early_start(gate_up.device)
         )
     return product
 

@@ -33,10 +33,10 @@ Knows lengths. Who reads the plan is `paged_attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import (
@@ -47,17 +47,14 @@ from nanovllm.gpu.kernels.grid import (
     num_query_rows,
 )
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     num_multiprocessors,
     require_heads,
     require_shape,
     shared_memory_bytes,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +92,10 @@ def plan_attention(
     Raises:
         ValueError: a shape or the number of heads does not fit, or a size is 0.
     """
-    require_shape("context_lens", context_lens, (None,))
+    require_shape((None,), context_lens=context_lens)
     num_seqs, device = context_lens.shape[0], context_lens.device
-    require_shape("block_tables", block_tables, (num_seqs, None))
-    require_shape("k_cache", k_cache, (None, None, None, None))
+    require_shape((num_seqs, None), block_tables=block_tables)
+    require_shape((None, None, None, None), k_cache=k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     require_heads(num_heads, num_kv_heads, head_dim)
     max_context = block_tables.shape[1] * block_size
@@ -111,14 +108,12 @@ def plan_attention(
     seq_ends = torch.empty(num_seqs, dtype=torch.int32, device=device)
     runs = torch.empty(num_workers, 4, dtype=torch.int32, device=device)
     shared = torch.empty(num_workers, 2, dtype=torch.int32, device=device)
-    is_early = starts_early(device)
     _plan[(num_workers,)](
         *(context_lens, seq_ends, runs, shared, num_seqs),
         block_seqs=next_power_of_two(num_seqs),
         block_tokens=tiling.block_tokens,
         num_empty_tiles=tiling.num_empty_tiles,
-        is_early=is_early,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     return AttentionPlan(tiling, num_workers, seq_ends, runs, shared)
 

@@ -58,17 +58,11 @@ def derive_inputs(
         ValueError: a shape does not fit.
     """
     num_seqs = positions.shape[0]
-    require_shape("block_tables", block_tables, (num_seqs, None))
-    for name, tensor in (
-        ("seeds", seeds),
-        ("temperatures", temperatures),
-        ("is_greedy", is_greedy),
-        ("rope_positions", rope_positions),
-        ("slot_mapping", slot_mapping),
-        ("context_lens", context_lens),
-    ):
-        require_shape(name, tensor, (num_seqs,))
-    require_shape("noise_keys", noise_keys, (2, num_seqs))
+    require_shape((num_seqs, None), block_tables=block_tables)
+    require_shape((num_seqs,), seeds=seeds, temperatures=temperatures, is_greedy=is_greedy)
+    require_shape((num_seqs,), rope_positions=rope_positions, slot_mapping=slot_mapping)
+    require_shape((num_seqs,), context_lens=context_lens)
+    require_shape((2, num_seqs), noise_keys=noise_keys)
     _derive_inputs[(num_seqs,)](
         *(positions, block_tables, seeds, temperatures),
         *(rope_positions, slot_mapping, context_lens, noise_keys, is_greedy),

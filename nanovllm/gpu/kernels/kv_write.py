@@ -36,9 +36,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         ValueError: a shape or dtype does not fit.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
-    require_shape("slot_mapping", slot_mapping, (num_tokens,))
-    require_shape("k_cache", k_cache, (None, None, num_kv_heads, head_dim))
-    require_shape("v_cache", v_cache, tuple(k_cache.shape))
+    require_shape((num_tokens,), slot_mapping=slot_mapping)
+    require_shape((None, None, num_kv_heads, head_dim), k_cache=k_cache)
+    require_shape(tuple(k_cache.shape), v_cache=v_cache)
     require_same_dtype(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape != k.shape or tensor.stride()[1:] != (head_dim, 1):

@@ -21,17 +21,14 @@ Knows no layer.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.gpu.kernels.grid import MIN_BLOCK, next_power_of_two
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit
@@ -55,6 +52,13 @@ def starts_early(device: torch.device) -> bool:
 
 
 @cache
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Return what every launch of a kernel that waits is given: one word for us, one for Triton."""
+    is_early = starts_early(device)
+    return {"is_early": is_early, "launch_pdl": is_early}
+
+
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return how many programs can run side by side, each alone on its part of the chip."""
     if device.type != "cuda":
@@ -71,20 +75,21 @@ def shared_memory_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+def require_shape(shape: tuple[int | None, ...], **tensors: Tensor) -> None:
     """Refuse a tensor that is not of that shape (None: any size) or not contiguous.
 
     Raises:
         ValueError: says which, and what was expected.
     """
-    is_of_shape = tensor.dim() == len(shape) and all(
-        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
-    )
-    if not is_of_shape:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have the shape ({wanted}), not {tuple(tensor.shape)}.")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous: call .contiguous() on it first.")
+    for name, tensor in tensors.items():
+        is_of_shape = tensor.dim() == len(shape) and all(
+            wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+        )
+        if not is_of_shape:
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"{name} must have the shape ({wanted}), not {tuple(tensor.shape)}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: call .contiguous() on it first.")
 
 
 def require_same_dtype(**tensors: Tensor | None) -> None:

@@ -14,23 +14,19 @@ Knows rows only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_SIZE = 32768  # a row must fit in the registers of one program
 
@@ -56,29 +52,27 @@ def add_rms_norm(
         ValueError: a shape or dtype does not fit.
     """
     num_parts = x.shape[0] if x.dim() == 3 else 0  # noqa: PLR2004 -- parts, rows, columns
-    require_shape("x", x, (None, None, None) if num_parts else (None, None))
+    require_shape((None, None, None) if num_parts else (None, None), x=x)
     num_tokens, size = x.shape[-2:]
-    require_shape("weight", weight, (size,))
+    require_shape((size,), weight=weight)
     require_same_dtype(x=None if num_parts else x, residual=residual, weight=weight)
     if size > MAX_SIZE:
         raise ValueError(f"A row of {size} numbers is too long for one program: {MAX_SIZE} fit.")
     if residual is not None:
-        require_shape("residual", residual, (num_tokens, size))
+        require_shape((num_tokens, size), residual=residual)
     elif num_parts:
         raise ValueError("x in parts needs a residual to be added to.")
     normed = torch.empty(num_tokens, size, dtype=weight.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if num_tokens:
         block = next_power_of_two(size)
-        is_early = starts_early(x.device)
         _add_rms_norm[(num_tokens,)](
             *(x, residual, weight, normed, total, num_tokens, size, eps),
             num_parts=num_parts,
             has_residual=residual is not None,
             block=block,
-            is_early=is_early,
             num_warps=min(max(block // 256, 1), 16),
-            launch_pdl=is_early,
+            **early_start(x.device),
         )
     return normed, total
 

@@ -24,27 +24,22 @@ Knows pages, tables and plans. Who writes the pages is `rotary`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
-from nanovllm.gpu.kernels.attention_plan import num_tiles_of, plan_attention
+from nanovllm.gpu.kernels.attention_plan import AttentionPlan, num_tiles_of, plan_attention
 from nanovllm.gpu.kernels.grid import ceil_div, next_power_of_two, num_query_rows
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_heads,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanovllm.gpu.kernels.attention_plan import AttentionPlan
 
 PIECES_AT_ONCE = 16  # that are combined in one step
 LOWEST = tl.constexpr(-1e30)  # a logarithm of nothing, of which differences are no NaN
@@ -79,12 +74,12 @@ def paged_attention(
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    require_shape("q", q, (None, None, None))
+    require_shape((None, None, None), q=q)
     num_seqs, num_heads, head_dim = q.shape
-    require_shape("k_cache", k_cache, (None, None, None, head_dim))
-    require_shape("v_cache", v_cache, tuple(k_cache.shape))
-    require_shape("block_tables", block_tables, (num_seqs, None))
-    require_shape("context_lens", context_lens, (num_seqs,))
+    require_shape((None, None, None, head_dim), k_cache=k_cache)
+    require_shape(tuple(k_cache.shape), v_cache=v_cache)
+    require_shape((num_seqs, None), block_tables=block_tables)
+    require_shape((num_seqs,), context_lens=context_lens)
     require_same_dtype(q=q, k_cache=k_cache, v_cache=v_cache)
     block_size, num_kv_heads = k_cache.shape[1:3]
     require_heads(num_heads, num_kv_heads, head_dim)
@@ -93,11 +88,10 @@ def paged_attention(
         return out
     if plan is None:
         plan = plan_attention(context_lens, block_tables, k_cache, num_heads)
-    require_shape("plan.seq_ends", plan.seq_ends, (num_seqs,))
+    require_shape((num_seqs,), **{"plan.seq_ends": plan.seq_ends})
     num_pieces = plan.num_workers + num_seqs
     means = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=q.device)
     log_sums = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=q.device)
-    is_early = starts_early(q.device)
     group = num_heads // num_kv_heads
     _attend[(num_kv_heads, plan.num_workers)](
         *(q, k_cache, v_cache, block_tables, context_lens),
@@ -110,19 +104,17 @@ def paged_attention(
         block_size=block_size,
         block_tokens=plan.tiling.block_tokens,
         num_empty_tiles=plan.tiling.num_empty_tiles,
-        is_early=is_early,
         num_warps=plan.tiling.num_warps,
         num_stages=plan.tiling.num_stages,
-        launch_pdl=is_early,
+        **early_start(q.device),
     )
     _combine[(num_heads, plan.num_workers)](
         *(context_lens, plan.shared, means, log_sums, out, num_seqs),
         head_dim=head_dim,
         block_rows=next_power_of_two(ceil_div(num_seqs, plan.num_workers)),
         block_pieces=PIECES_AT_ONCE,
-        is_early=is_early,
         num_warps=1,
-        launch_pdl=is_early,
+        **early_start(q.device),
     )
     return out
 

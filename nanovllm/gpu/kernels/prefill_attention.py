@@ -17,25 +17,22 @@ Tuned for nothing but 64 rows and 64 keys a step, which is about as fast as flas
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import ceil_div, choose_prefill_tiling
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_heads,
     require_same_dtype,
     require_shape,
     shared_memory_bytes,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NUM_WARPS = 4
 
@@ -72,21 +69,19 @@ def prefill_attention(
     Raises:
         ValueError: a shape, a stride or a dtype does not fit.
     """
-    require_shape("q", q, (None, None, None))
+    require_shape((None, None, None), q=q)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[-2]
     require_heads(num_heads, num_kv_heads, head_dim)
     require_same_dtype(q=q, k=k, v=v)
     num_seqs = cu_seqlens_q.shape[0] - 1
-    require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
-    require_shape("cu_seqlens_k", cu_seqlens_k, (num_seqs + 1,))
+    require_shape((num_seqs + 1,), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_tables is not None:
-        require_shape("block_tables", block_tables, (num_seqs, None))
+        require_shape((num_seqs, None), block_tables=block_tables)
     _require_keys("k", k, num_kv_heads, head_dim, has_pages=block_tables is not None)
     _require_keys("v", v, num_kv_heads, head_dim, has_pages=block_tables is not None)
     out = torch.empty_like(q)
     if num_tokens:
-        is_early = starts_early(q.device)
         tiling = choose_prefill_tiling(head_dim * q.element_size(), shared_memory_bytes(q.device))
         _attend_causally[(ceil_div(max_seqlen_q, tiling.block_rows), num_heads, num_seqs)](
             q,
@@ -107,10 +102,9 @@ def prefill_attention(
             has_pages=block_tables is not None,
             block_rows=tiling.block_rows,
             block_tokens=tiling.block_tokens,
-            is_early=is_early,
             num_warps=NUM_WARPS,
             num_stages=tiling.num_stages,
-            launch_pdl=is_early,
+            **early_start(q.device),
         )
     return out
 

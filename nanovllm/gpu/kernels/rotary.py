@@ -17,24 +17,20 @@ Knows slots, not sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
 from nanovllm.gpu.kernels.norm import inverse_root_mean_square, scale_normed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def qk_norm_rope_write(
@@ -80,22 +76,20 @@ def qk_norm_rope_write(
     head_dim = q_weight.shape[-1]
     if head_dim < 2 or head_dim != next_power_of_two(head_dim):  # noqa: PLR2004 -- a pair
         raise ValueError(f"head_dim must be a power of two from 2 up, not {head_dim}.")
-    require_shape("qkv", qkv, (None, (num_heads + 2 * num_kv_heads) * head_dim))
+    require_shape((None, (num_heads + 2 * num_kv_heads) * head_dim), qkv=qkv)
     num_tokens = qkv.shape[0]
-    require_shape("k_weight", k_weight, (head_dim,))
-    require_shape("cos_sin_table", cos_sin_table, (None, head_dim))
-    require_shape("positions", positions, (num_tokens,))
-    require_shape("slot_mapping", slot_mapping, (num_tokens,))
-    require_shape("k_cache", k_cache, (None, None, num_kv_heads, head_dim))
-    require_shape("v_cache", v_cache, tuple(k_cache.shape))
+    require_shape((head_dim,), k_weight=k_weight)
+    require_shape((None, head_dim), cos_sin_table=cos_sin_table)
+    require_shape((num_tokens,), positions=positions, slot_mapping=slot_mapping)
+    require_shape((None, None, num_kv_heads, head_dim), k_cache=k_cache)
+    require_shape(tuple(k_cache.shape), v_cache=v_cache)
     require_same_dtype(
         qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, k_out=k_out
     )
     if k_out is not None:
-        require_shape("k_out", k_out, (num_tokens, num_kv_heads, head_dim))
+        require_shape((num_tokens, num_kv_heads, head_dim), k_out=k_out)
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        is_early = starts_early(qkv.device)
         _qk_norm_rope_write[(num_tokens,)](
             *(qkv, q_weight, k_weight, cos_sin_table, positions, slot_mapping),
             *(q, k_cache, v_cache, k_out, eps),
@@ -104,9 +98,8 @@ def qk_norm_rope_write(
             half=head_dim // 2,
             block_heads=next_power_of_two(num_heads + 2 * num_kv_heads),
             has_k_out=k_out is not None,
-            is_early=is_early,
             num_warps=8,
-            launch_pdl=is_early,
+            **early_start(qkv.device),
         )
     return q
 

@@ -25,19 +25,15 @@ Knows one row. Who calls it is `skinny_matmul`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.activation import gated
 from nanovllm.gpu.kernels.grid import ceil_div, choose_row_tiling
-from nanovllm.gpu.kernels.launch import let_next_start, starts_early, wait_for_previous
+from nanovllm.gpu.kernels.launch import early_start, let_next_start, wait_for_previous
 from nanovllm.gpu.kernels.norm import add_rounded, inverse_root_mean_square, scale_normed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_SIZE = 16384  # a row of the weight must fit in the registers of one program
 
@@ -55,7 +51,6 @@ def multiply_row(
     out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
     is_gate_up = num_outputs < weight.shape[0]
     tiling = choose_row_tiling(size)
-    is_early = starts_early(x.device)
     _multiply_row[(ceil_div(num_outputs, tiling.block_outputs),)](
         *(x, weight, norm_weight, residual, out, eps),
         num_outputs=num_outputs,
@@ -65,9 +60,8 @@ def multiply_row(
         has_norm=norm_weight is not None,
         has_residual=residual is not None,
         is_gate_up=is_gate_up,
-        is_early=is_early,
         num_warps=tiling.num_warps,
-        launch_pdl=is_early,
+        **early_start(x.device),
     )
     return out
 

@@ -19,22 +19,18 @@ captured graph it can only say so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.grid import ceil_div, next_power_of_two
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK = 2048
 SHIFT = tl.constexpr(2**16)  # 2048 places of less than 2048 add up to less than 2**31
@@ -72,9 +68,8 @@ def sample(
             f"{tuple(logits.shape)} and the strides {logits.stride()}."
         )
     num_rows, vocab_size = logits.shape
-    require_shape("temperatures", temperatures, (num_rows,))
-    require_shape("is_greedy", is_greedy, (num_rows,))
-    require_shape("noise_keys", noise_keys, (2, num_rows))
+    require_shape((num_rows,), temperatures=temperatures, is_greedy=is_greedy)
+    require_shape((2, num_rows), noise_keys=noise_keys)
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -83,7 +78,6 @@ def sample(
     num_chunks = ceil_div(vocab_size, CHUNK)
     largest = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    is_early = starts_early(device)
     rows = (logits, logits.stride(0), temperatures, is_greedy, noise_keys, num_rows)
     _find_candidates[(num_chunks, num_rows)](
         *rows,
@@ -92,8 +86,7 @@ def sample(
         candidates,
         block=CHUNK,
         has_quick_log=device.type == "cuda",
-        is_early=is_early,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     _choose[(num_rows,)](
         *rows,
@@ -103,9 +96,8 @@ def sample(
         token_ids,
         is_finite,
         block=next_power_of_two(num_chunks),
-        is_early=is_early,
         num_warps=1,
-        launch_pdl=is_early,
+        **early_start(device),
     )
     return token_ids, is_finite
 

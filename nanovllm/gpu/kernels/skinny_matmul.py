@@ -24,27 +24,23 @@ Knows no layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
 from nanovllm.gpu.kernels.activation import gated
 from nanovllm.gpu.kernels.grid import ceil_div, choose_skinny_tiling, num_skinny_ahead
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
     shared_memory_bytes,
-    starts_early,
     wait_for_previous,
 )
 from nanovllm.gpu.kernels.norm import add_rms_norm, add_rounded
 from nanovllm.gpu.kernels.row_matmul import MAX_SIZE, multiply_row
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_ROWS = 16
 
@@ -83,9 +79,9 @@ def skinny_matmul(
     Raises:
         ValueError: a shape or dtype does not fit, or there are too many rows.
     """
-    require_shape("x", x, (None, None))
+    require_shape((None, None), x=x)
     num_rows, size = x.shape
-    require_shape("weight", weight, (None, size))
+    require_shape((None, size), weight=weight)
     num_outputs = weight.shape[0]
     if not is_skinny(num_rows):
         raise ValueError(
@@ -96,9 +92,9 @@ def skinny_matmul(
             raise ValueError(f"weight must be gate over up, but it has {num_outputs} rows.")
         num_outputs //= 2
     if norm_weight is not None:
-        require_shape("norm_weight", norm_weight, (size,))
+        require_shape((size,), norm_weight=norm_weight)
     if residual is not None:
-        require_shape("residual", residual, (num_rows, num_outputs))
+        require_shape((num_rows, num_outputs), residual=residual)
     require_same_dtype(x=x, weight=weight, norm_weight=norm_weight, residual=residual)
     if num_rows == 1 and size <= MAX_SIZE:
         return multiply_row(x, weight, norm_weight, eps, residual, num_outputs)
@@ -114,7 +110,6 @@ def _multiply_rows(x: Tensor, weight: Tensor, residual: Tensor | None, num_outpu
         num_weights = weight.shape[0] // num_outputs
         shared_memory = shared_memory_bytes(x.device)
         tiling = choose_skinny_tiling(size, num_weights, x.element_size(), shared_memory)
-        is_early = starts_early(x.device)
         _skinny_matmul[(ceil_div(num_outputs, tiling.block_outputs),)](
             *(x, weight, residual, out, num_rows),
             num_outputs=num_outputs,
@@ -126,9 +121,8 @@ def _multiply_rows(x: Tensor, weight: Tensor, residual: Tensor | None, num_outpu
             num_ahead=num_skinny_ahead(tiling, size, num_weights),
             has_residual=residual is not None,
             is_gate_up=num_weights > 1,
-            is_early=is_early,
             num_warps=tiling.num_warps,
-            launch_pdl=is_early,
+            **early_start(x.device),
         )
     return out
 

@@ -25,25 +25,19 @@ Knows no layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
-from nanovllm.gpu.kernels.grid import ceil_div
+from nanovllm.gpu.kernels.grid import SplitTiling, ceil_div
 from nanovllm.gpu.kernels.launch import (
+    early_start,
     let_next_start,
     require_same_dtype,
     require_shape,
-    starts_early,
     wait_for_previous,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanovllm.gpu.kernels.grid import SplitTiling
 
 
 def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
@@ -63,14 +57,13 @@ def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    require_shape("x", x, (None, None))
+    require_shape((None, None), x=x)
     num_rows, size = x.shape
-    require_shape("weight", weight, (None, size))
+    require_shape((None, size), weight=weight)
     require_same_dtype(x=x, weight=weight)
     num_outputs, num_parts = weight.shape[0], tiling.num_parts
     sums = torch.empty(num_parts, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     if sums.numel():
-        is_early = starts_early(x.device)
         num_row_blocks = ceil_div(num_rows, tiling.block_rows)
         _split_matmul[(num_row_blocks, ceil_div(num_outputs, tiling.block_outputs), num_parts)](
             *(x, weight, sums, num_rows),
@@ -81,10 +74,9 @@ def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
             block_rows=tiling.block_rows,
             block_outputs=tiling.block_outputs,
             block_size=tiling.block_size,
-            is_early=is_early,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-            launch_pdl=is_early,
+            **early_start(x.device),
         )
     return sums
 

@@ -22,6 +22,7 @@ from support.docs import (
     changes_of,
     commands_of,
     is_as_shown,
+    make_change,
     outcomes_of,
     pages,
     pipeline,
@@ -249,6 +250,35 @@ def test_a_page_is_taken_apart() -> None:
     assert (first.exit_code, second.exit_code, second.output) == (1, 0, [])
     assert PAGE.splitlines()[first.first] == "one"
     assert pipeline("a 'b | c' | head -3  # why") == [["a", "b | c"], ["head", "-3"]]
+
+
+@pytest.mark.parametrize(
+    ("where", "result"),
+    [
+        ("at the end", "class A:|    def f(self):|        go()||end()|new"),
+        ("at the end of A.f", "class A:|    def f(self):|        go()|new||end()"),
+        ("below: class", "class A:|new|    def f(self):|        go()||end()"),
+        ("above: go()", "class A:|    def f(self):|new|        go()||end()"),
+        ("instead of: end", "class A:|    def f(self):|        go()||new"),
+    ],
+)
+def test_a_change_is_made_once_where_it_says(where: str, result: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("class A:\n    def f(self):\n        go()\n\nend()\n")
+    [block] = changes_of(f"```py\n# a.py, {where}\nnew\n```")
+    for _ in range(2):
+        make_change(block, tmp_path)
+        assert file.read_text() == result.replace("|", "\n") + "\n"
+
+
+@pytest.mark.parametrize(
+    "where", ["a new file", "below: stop()", "below: go", "at the end of B", "at the end of A.g"]
+)
+def test_a_change_without_its_place_is_found(where: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    go()\n    go()\n")
+    [block] = changes_of(f"```py\n# a.py, {where}\nnew\n```")
+    with pytest.raises(ValueError, match=r"# a\.py, |there is no"):
+        make_change(block, tmp_path)
 
 
 def run(tmp_path: Path, *lines: str) -> list[tuple[bool, bool]]:

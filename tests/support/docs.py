@@ -162,7 +162,7 @@ def changes_of(text: str) -> list[Block]:
 
 
 def make_change(block: Block, root: Path) -> None:
-    """Put a block's lines where its first line says.
+    """Put a block's lines where its first line says, unless the file has them already.
 
     Raises:
         ValueError: there is no such place, or more than one.
@@ -170,11 +170,11 @@ def make_change(block: Block, root: Path) -> None:
     change = _CHANGE.match(block.lines[0])
     assert change is not None
     file, where, place = root / change["file"], change["where"], change["place"]
-    source: list[str] = []
+    source = file.read_text("utf-8").splitlines() if file.exists() else []
+    if "\n".join(block.lines[1:]) in "\n".join(source):
+        return
     if (where == "a new file") == file.exists():
         raise ValueError(f"{block.lines[0]}: is there such a file?")
-    if where != "a new file":
-        source = file.read_text("utf-8").splitlines()
     start = stop = len(source)
     if where == "at the end" and place:
         start = stop = _end_of(ast.parse("\n".join(source)), place)

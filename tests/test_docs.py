@@ -19,9 +19,11 @@ from support.docs import (
     Command,
     Workplace,
     blocks_of,
+    changes_of,
     commands_of,
     is_as_shown,
-    language_of,
+    make_change,
+    outcomes_of,
     pages,
     pipeline,
     rewritten,
@@ -66,8 +68,7 @@ every_english_page = pytest.mark.parametrize("page", ENGLISH, ids=name_of)
 
 @every_page
 def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
-    place = Workplace(tmp_path, language_of(page))
-    for command, outcome in place.run_page(page.read_text("utf-8")):
+    for command, outcome in outcomes_of(page, tmp_path):
         found = f"$ {command.line}\n" + "\n".join(outcome.lines)
         assert command.may_end_with(outcome.code), found
         if command.output:
@@ -79,7 +80,7 @@ def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
 @every_page
 def test_an_excerpt_is_in_its_file(page: Path) -> None:
     for block in blocks_of(page.read_text("utf-8")):
-        if block.kind == "py":
+        if block.kind == "py" and block not in changes_of(page.read_text("utf-8")):
             assert missing_lines(block.lines) == []
 
 
@@ -150,7 +151,10 @@ def test_names_of_code_exist(page: Path) -> None:
 
 @every_page
 def test_commands_and_their_options_exist(page: Path) -> None:
-    for command in commands_of(page.read_text("utf-8")):
+    text = page.read_text("utf-8")
+    if changes_of(text):
+        return  # they are those of the changed project, in which they are run
+    for command in commands_of(text):
         words = pipeline(command.line)[0]
         if words[0] == "nvtrace" and command.exit_code != WRONG_USAGE:
             assert command_exists(" ".join(words)), command.line
@@ -246,6 +250,35 @@ def test_a_page_is_taken_apart() -> None:
     assert (first.exit_code, second.exit_code, second.output) == (1, 0, [])
     assert PAGE.splitlines()[first.first] == "one"
     assert pipeline("a 'b | c' | head -3  # why") == [["a", "b | c"], ["head", "-3"]]
+
+
+@pytest.mark.parametrize(
+    ("where", "result"),
+    [
+        ("at the end", "class A:|    def f(self):|        go()||end()|new"),
+        ("at the end of A.f", "class A:|    def f(self):|        go()|new||end()"),
+        ("below: class", "class A:|new|    def f(self):|        go()||end()"),
+        ("above: go()", "class A:|    def f(self):|new|        go()||end()"),
+        ("instead of: end", "class A:|    def f(self):|        go()||new"),
+    ],
+)
+def test_a_change_is_made_once_where_it_says(where: str, result: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("class A:\n    def f(self):\n        go()\n\nend()\n")
+    [block] = changes_of(f"```py\n# a.py, {where}\nnew\n```")
+    for _ in range(2):
+        make_change(block, tmp_path)
+        assert file.read_text() == result.replace("|", "\n") + "\n"
+
+
+@pytest.mark.parametrize(
+    "where", ["a new file", "below: stop()", "below: go", "at the end of B", "at the end of A.g"]
+)
+def test_a_change_without_its_place_is_found(where: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    go()\n    go()\n")
+    [block] = changes_of(f"```py\n# a.py, {where}\nnew\n```")
+    with pytest.raises(ValueError, match=r"# a\.py, |there is no"):
+        make_change(block, tmp_path)
 
 
 def run(tmp_path: Path, *lines: str) -> list[tuple[bool, bool]]:

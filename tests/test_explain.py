@@ -809,7 +809,8 @@ def test_plain_is_one_link_a_line_and_then_the_times(
     ]
     assert sum(int(line[3]) for line in lines[1:4]) == sum(int(line[1]) for line in lines[5:])
     step = call(capsys, "explain", trace, "--step", "6", "--plain", "--lang", "en").out
-    assert "	preempted	0	48	request 2: preempted so that request 0 can go on" in step
+    [preempt] = [r.event_id for r in busy if isinstance(r, ev.Preempt) and r.step == 6]
+    assert f"\tpreempted\t0\t{preempt}\trequest 2: preempted so that request 0 can go on" in step
 
 
 def test_a_long_life_is_cut_in_the_middle_unless_all_is_asked_for(

@@ -12,6 +12,14 @@ its own that holds the traces of docs/traces by their names.
     (no output)        it must end with 0 or 1 ("found something"); what it prints is not shown
     make, pip, cd ...  belong to the reader's shell: not run (for `make` the target must exist)
 
+A block (`py`, `toml`) whose first line says `# FILE, where` is a change of the project: its lines
+are put there. Then the page is run in a copy of the project that has all of its changes, and there
+`make reference` is run as far as the words and lists go.
+
+    # FILE, a new file         the file must not be there
+    # FILE, at the end         or `at the end of Scheduler.admit`, a class or function of it
+    # FILE, below: LINE        or `above: LINE`, `instead of: LINE`: the one line that begins so
+
 For `--write`, a command whose output is the one line `?` gets all of it, `? 1-4, 9` these lines.
 
 Knows how to take a page apart and how to run what is in it. Does not know what the pages say.
@@ -20,25 +28,29 @@ Knows how to take a page apart and how to run what is in it. Does not know what 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from nvtrace import reference
 from nvtrace_cli.main import run_command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,6 +62,8 @@ LEFT_OUT = "..."
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<kind>[\w-]*)")
 _EXIT_CODE = re.compile(r"\s# exit code (\d+)")
 _ASKED = re.compile(r"^\?(.*)$")
+_WHERE = "a new file|at the end|below:|above:|instead of:"
+_CHANGE = re.compile(rf"^# (?P<file>[\w/.-]+), (?P<where>{_WHERE})(?: of)? ?(?P<place>.*)$")
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -139,6 +153,101 @@ def commands_in(block: Block) -> list[Command]:
     return commands
 
 
+# -- changes of the project ------------------------------------------------------------------------
+
+
+def changes_of(text: str) -> list[Block]:
+    """The blocks of a page that are to be put into the project's files."""
+    return [block for block in blocks_of(text) if block.lines and _CHANGE.match(block.lines[0])]
+
+
+def make_change(block: Block, root: Path) -> None:
+    """Put a block's lines where its first line says, unless the file has them already.
+
+    Raises:
+        ValueError: there is no such place, or more than one.
+    """
+    change = _CHANGE.match(block.lines[0])
+    assert change is not None
+    file, where, place = root / change["file"], change["where"], change["place"]
+    source = file.read_text("utf-8").splitlines() if file.exists() else []
+    if "\n".join(block.lines[1:]) in "\n".join(source):
+        return
+    if (where == "a new file") == file.exists():
+        raise ValueError(f"{block.lines[0]}: is there such a file?")
+    start = stop = len(source)
+    if where == "at the end" and place:
+        start = stop = _end_of(ast.parse("\n".join(source)), place)
+    elif place:
+        found = [n for n, line in enumerate(source) if line.strip().startswith(place)]
+        if len(found) != 1:
+            raise ValueError(f"{block.lines[0]}: {len(found)} lines begin so")
+        start = found[0] + (where == "below:")
+        stop = found[0] + (where != "above:")
+    source[start:stop] = block.lines[1:]
+    file.write_text("\n".join(source) + "\n", encoding="utf-8")
+
+
+def _end_of(tree: ast.AST, name: str) -> int:
+    """The number of the last line of a class or function, its name being dotted."""
+    first, _, rest = name.partition(".")
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == first:
+            return _end_of(node, rest) if rest else node.end_lineno or 0
+    raise ValueError(f"there is no {name}")
+
+
+def outcomes_of(page: Path, folder: Path) -> Iterable[tuple[Command, Outcome]]:
+    """Run a page in an empty folder; one that changes the project, in a copy of it."""
+    text, language = page.read_text("utf-8"), language_of(page)
+    if changes_of(text):
+        return outcomes_in_a_copy(str(page.relative_to(DOCS / language)))[language]
+    return Workplace(folder, language).run_page(text)
+
+
+@cache
+def outcomes_in_a_copy(page: str) -> dict[str, list[tuple[Command, Outcome]]]:
+    """A page's commands, run in a process and a copy of the project of their own.
+
+    Args:
+        page: below docs/en.
+
+    Returns:
+        Language -> the commands and their outcomes. Both languages make the same changes.
+    """
+    texts = {language: (DOCS / language / page).read_text("utf-8") for language in LANGUAGES}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "notebooks", "test_*"))
+        for block in changes_of(texts["en"]):
+            make_change(block, copy)
+        path = os.pathsep.join(str(copy / root) for root in (".", "trace", "cli", "tests"))
+        done = subprocess.run(
+            [sys.executable, "-m", "support.docs", "--run", page],
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=os.environ | {"PYTHONPATH": path},
+            cwd=copy,
+            check=True,
+            timeout=120,
+        )
+    return {
+        language: [
+            (Command(**command), Outcome(**outcome)) for command, outcome in json.loads(line)
+        ]
+        for language, line in zip(LANGUAGES, done.stdout.splitlines(), strict=True)
+    }
+
+
+def print_outcomes(page: str) -> None:
+    """What `outcomes_in_a_copy` reads: run a page here, in each language."""
+    for language in LANGUAGES:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Workplace(Path(folder), language, is_copy=True)
+            found = place.run_page((DOCS / language / page).read_text("utf-8"))
+            print(json.dumps([(asdict(command), asdict(outcome)) for command, outcome in found]))  # noqa: T201
+
+
 # -- running ---------------------------------------------------------------------------------------
 
 
@@ -152,10 +261,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """A folder in which a page's commands are run, one after the other."""
+    """A folder in which a page's commands are run, one after the other.
+
+    Attributes:
+        is_copy: the project is a copy, in which `make reference` may write.
+    """
 
     folder: Path
     language: str
+    is_copy: bool = False
     environment: dict[str, str] = field(init=False)
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page"})
 
@@ -183,6 +297,8 @@ class Workplace:
         """Run a command; None if it is not run (see this module's docstring)."""
         stages = pipeline(command.line)
         name = stages[0][0]
+        if self.is_copy and stages == [["make", "reference"]]:
+            return _make_reference()
         if name in SHELL_WORDS:
             _check_shell_command(stages[0])
             return None
@@ -219,6 +335,13 @@ class Workplace:
             timeout=60,
         )
         return done.returncode, done.stdout
+
+
+@cache
+def _make_reference() -> Outcome:
+    with chdir(ROOT), redirect_stdout(io.StringIO()) as screen:
+        code = reference.main(["docs", "trace/nvtrace/catalog"])
+    return Outcome(code, screen.getvalue().splitlines())
 
 
 @cache
@@ -334,9 +457,8 @@ def rewrite(page: Path) -> list[str]:
     lines = page.read_text("utf-8").splitlines()
     changed = []
     with tempfile.TemporaryDirectory() as folder:
-        place = Workplace(Path(folder), language_of(page))
         edits = []
-        for command, outcome in place.run_page("\n".join(lines)):
+        for command, outcome in outcomes_of(page, Path(folder)):
             if not command.may_end_with(outcome.code):
                 text = "\n".join(outcome.lines)
                 raise SystemExit(f"{page}: $ {command.line} ends with {outcome.code}:\n{text}")
@@ -356,9 +478,15 @@ def rewrite(page: Path) -> list[str]:
 def main() -> None:
     """Rewrite the outputs in the pages."""
     parser = argparse.ArgumentParser(prog="python -m support.docs", description=__doc__)
-    parser.add_argument("--write", action="store_true", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true")
+    what.add_argument("--run", metavar="PAGE", help="for `outcomes_in_a_copy`")
     parser.add_argument("pages", nargs="*", type=Path)
-    for page in parser.parse_args().pages or pages():
+    arguments = parser.parse_args()
+    if arguments.run:
+        print_outcomes(arguments.run)
+        return
+    for page in arguments.pages or pages():
         for line in rewrite(page.resolve()):
             print(f"{page}: $ {line}")  # noqa: T201 - what was rewritten
 

@@ -185,8 +185,8 @@ def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Clash]:
         yield Clash(
             Fact("event", ev.tag_of(event)), Fact("already_stopped", ledger.step.stop.seq_id)
         )
-    is_of_tokens = event.reason in {"token_budget", "chunk_not_first"}
-    if is_of_tokens and ledger.init is not None and ledger.init.policy not in POLICIES:
+    is_of_every_policy = event.reason in {"max_num_seqs", "no_blocks"}
+    if not is_of_every_policy and ledger.init is not None and ledger.init.policy not in POLICIES:
         return
     known = _limit(ledger, ledger.state.waiting[0])
     told = (event.reason, event.need, event.have)

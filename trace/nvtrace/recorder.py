@@ -140,6 +140,7 @@ class Recorder(Observer):
         kept: where a trace that was in the way has been renamed to.
         kept_others: the same of other ranks' traces: (from, to) of each.
         recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
+        failure: which method raised first, and what; the trace is not whole then.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Recorder(Observer):
         self._last_init = self._init_start = 0
         self._policy = ""
         self._engine_step = 0
+        self.failure: str | None = None
         self._is_scheduling = False  # within a step, before it is known what it will compute
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
@@ -170,6 +172,13 @@ class Recorder(Observer):
     @override
     def for_workers(self) -> Callable[[int], Observer] | None:
         return self.recipe
+
+    @override
+    def failed(self, hook: str, error: Exception) -> None:
+        self.failure = self.failure or f"{hook}() raised {type(error).__name__}: {said(error)}"
+        tag = hook.upper()
+        if tag in ev.EVENT_TYPES and (self.trace.last is None or ev.tag_of(self.trace.last) != tag):
+            self.trace.add(None)  # its number is missing in the trace
 
     @override
     def __exit__(
@@ -388,17 +397,18 @@ class Recorder(Observer):
         )
         self.trace.add(event, "postprocess")
         self.trace.drain()
-        self.trace.step = None
 
     # -- a step: schedule ------------------------------------------------------------------------
 
     @override
     def step_start(self, engine_step: int) -> None:
-        self.trace.drain()  # what came in between two steps
-        self.trace.step = self._engine_step = engine_step
-        self._is_scheduling = True
-        self._marks = _StepMarks(self.trace.now())
-        self._gpu_ns = None
+        try:
+            self.trace.drain()  # what came in between two steps
+        finally:  # whatever the tap does
+            self.trace.step = self._engine_step = engine_step
+            self._is_scheduling = True
+            self._marks = _StepMarks(self.trace.now())
+            self._gpu_ns = None
 
     @override
     def admission_stop(
@@ -604,7 +614,6 @@ class Recorder(Observer):
         )
         self.trace.add(event, "postprocess")
         self.trace.drain()
-        self.trace.step = None
 
     def close(self, exit_: Exit = "ok", error_type: str | None = None) -> None:
         """Write what is left and the footer. A second call does nothing.

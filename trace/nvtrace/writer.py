@@ -63,6 +63,7 @@ class TraceWriter:
         num_dropped: events that a processor dropped.
         num_lost: events that could not be written.
         has_header: was the first line written?
+        last: the event that was added last; None if that one could not be built.
         run_id: which run this is, for the header. All ranks of a run have the same.
     """
 
@@ -84,6 +85,7 @@ class TraceWriter:
         self._emit = make_emit(sink, processors)
         self._tap = tap
         self._notes: deque[tuple[Event | None, int, Phase | None]] = deque()
+        self.last: Event | None = None
         self._is_closed = False
         self._is_late = False
         self._turn = RLock()  # one thread may close what another one's engine still writes
@@ -105,6 +107,7 @@ class TraceWriter:
             Its time.
         """
         now = self._clock() - self._anchor
+        self.last = event
         if not self._is_closed:
             self._notes.append((event, now, phase))
         else:
@@ -131,7 +134,7 @@ class TraceWriter:
             self.sink.report(why)
 
     def drain(self) -> None:
-        """Number and write everything kept; flush; tell the tap."""
+        """Number and write everything kept, and flush: the step is over. Then tell the tap."""
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
@@ -140,6 +143,7 @@ class TraceWriter:
             return
         with self._turn:
             events = [] if self._is_closed else self._write_notes()
+            self.step = None
             if events:
                 self.sink.flush()
         if events and self._tap is not None:

@@ -2,10 +2,10 @@
 
     TraceLogger.emit(event)
         -> processors (yours: see, change, drop)   event_dict {"event": name, "record": struct}
-        -> last                                    the struct alone
-        -> Sink.write                              one JSON line in a buffer, flushed once per step
+        -> encode                                  bytes, one JSON line
+        -> Sink.write                              a buffer; flushed once per engine step
 
-Without processors, an event goes into the sink directly.
+Without processors, `Sink.take` encodes an event into that buffer directly.
 
 Knows structlog, bytes and files. Does not know what an event means or when a step ends
 (`recorder.py`). The logger is built by hand and never touches `structlog.configure`, so that an
@@ -63,7 +63,7 @@ def make_emit(
     processor that reads a field they do not have: without them the rest could not be read.
     """
     chain = [*map(_passing, processors)]
-    return TraceLogger(sink, [*chain, _last], {}).emit if chain else sink.write
+    return TraceLogger(sink, [*chain, encode], {}).emit if chain else sink.take
 
 
 def _passing(processor: Processor) -> Processor:
@@ -79,11 +79,11 @@ def _passing(processor: Processor) -> Processor:
     return process
 
 
-def _last(
-    _logger: object, _method: str, event_dict: EventDict
-) -> tuple[tuple[object], dict[str, object]]:
-    """The last processor: of all that was said, the record is written."""
-    return (event_dict["record"],), {}
+def encode(_logger: object, _method: str, event_dict: EventDict) -> bytes:
+    """The last processor: the record's line."""
+    buffer = bytearray()
+    encode_into(event_dict["record"], buffer)
+    return bytes(buffer)
 
 
 class Sink:
@@ -127,8 +127,13 @@ class Sink:
         self.error: Exception | None = None
         self.num_lost = 0
 
-    def write(self, record: Header | Footer | Event) -> bool:
-        """Take a record; its line reaches the file with the next flush. Returns True: it is in."""
+    def write(self, line: bytes) -> bool:
+        """Take one line; it reaches the file with the next flush. Returns True, as no drop does."""
+        self._buffer += line
+        return True
+
+    def take(self, record: Header | Footer | Event) -> bool:
+        """Take a record's line, as `write` does."""
         encode_into(record, self._buffer)
         return True
 

@@ -179,6 +179,8 @@ class Recorder(Observer):
         tag = hook.upper()
         if tag in ev.EVENT_TYPES and (self.trace.last is None or ev.tag_of(self.trace.last) != tag):
             self.trace.add(None)  # its number is missing in the trace
+        elif hook in {"step_end", "engine_reset"}:  # the tap raised, after the step's last event
+            self.trace.step = None
 
     @override
     def __exit__(
@@ -397,6 +399,7 @@ class Recorder(Observer):
         )
         self.trace.add(event, "postprocess")
         self.trace.drain()
+        self.trace.step = None
 
     # -- a step: schedule ------------------------------------------------------------------------
 
@@ -614,6 +617,7 @@ class Recorder(Observer):
         )
         self.trace.add(event, "postprocess")
         self.trace.drain()
+        self.trace.step = None
 
     def close(self, exit_: Exit = "ok", error_type: str | None = None) -> None:
         """Write what is left and the footer. A second call does nothing.

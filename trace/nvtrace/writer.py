@@ -134,7 +134,7 @@ class TraceWriter:
             self.sink.report(why)
 
     def drain(self) -> None:
-        """Number and write everything kept, and flush: the step is over. Then tell the tap."""
+        """Number and write everything kept; flush; tell the tap."""
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
@@ -143,7 +143,6 @@ class TraceWriter:
             return
         with self._turn:
             events = [] if self._is_closed else self._write_notes()
-            self.step = None
             if events:
                 self.sink.flush()
         if events and self._tap is not None:
@@ -214,7 +213,7 @@ class TraceWriter:
             self._emit(record)
         except BaseException as error:  # a processor's: without it the file is no trace
             self._lose("what a processor makes of the header or footer", error)
-            self.sink.write(record)
+            self.sink.take(record)
             if not isinstance(error, Exception):
                 raise
 

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.observer import SILENT, Observer
 from nanovllm.parallel.worker_group import join_ranks
 from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.guard import guarded
 from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from nanovllm.observer import Observer
 
 
 class LLM(LLMEngine):
@@ -27,7 +29,8 @@ class LLM(LLMEngine):
 
     Args:
         model: folder of a Qwen3 checkpoint.
-        observer: told of everything the engine does; None for no observer.
+        observer: told of everything the engine does; None for no observer. What it raises is said
+            once on stderr, and the run goes on; only its `engine_init` may refuse the engine.
         **options: see `nanovllm.config.Config`.
 
     Raises:
@@ -43,7 +46,7 @@ class LLM(LLMEngine):
         observer: Observer | None = None,
         **options: Any,  # noqa: ANN401 - Config.create checks each by name and type
     ) -> None:
-        observer = SILENT if observer is None else observer
+        observer = guarded(observer)
         config = Config.create(model, options)
         self.model_config = ModelConfig.from_folder(config.model)
         config = config.resolve(self.model_config, options)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Observer:
     """Listens to one engine. Override the methods that you need."""
 
-    # -- other ranks -----------------------------------------------------------------------------
+    # -- other ranks, errors ---------------------------------------------------------------------
 
     def for_workers(self) -> Callable[[int], Observer] | None:
         """Observers for ranks 1, 2 ... Called once, when the engine starts processes for them.
@@ -50,6 +50,9 @@ class Observer:
             observer.
         """
         return None
+
+    def failed(self, hook: str, error: Exception) -> None:
+        """The method `hook` raised `error`. `LLM` says the first one on stderr and goes on."""
 
     def __enter__(self) -> Self:
         return self

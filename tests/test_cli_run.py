@@ -592,6 +592,23 @@ def test_a_full_disk_does_not_stop_the_run_but_fails_it(
     assert "trace.jsonl is not whole" in failure(outcome.err)
 
 
+def test_a_recorder_that_raises_does_not_stop_the_run_but_fails_it(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slip(*_args: object) -> None:
+        raise LookupError("no such field")
+
+    monkeypatch.setattr(recorder.Recorder, "state_transition", slip)
+    outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
+    assert outcome.code == 5
+    assert text_of(oracle.greedy([8], 2)) in outcome.out
+    assert outcome.err.count("Recorder.state_transition() raised this. The run goes on") == 1
+    assert failure(outcome.err) == (
+        "nvtrace: trace.jsonl is not whole: the recorder's state_transition() raised "
+        "LookupError: no such field"
+    )
+
+
 def test_a_trace_that_is_removed_while_it_is_written_fails_the_run(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nanovllm import Observer, SamplingParams
-from nvtrace.recorder import record
-from support.oracle import Narrator, Oracle, Watcher, greedy_params, make_llm
+from nanovllm import LLM, Observer, SamplingParams
+from nanovllm.observer import SILENT
+from nanovllm.utils.guard import guarded
+from nvtrace import events as ev
+from nvtrace.envelope import Footer
+from nvtrace.reader import read_trace
+from nvtrace.recorder import Recorder, record
+from support.oracle import HOOKS, Narrator, Oracle, Watcher, greedy_params, make_llm
+from support.recording import BUSY
+from support.workload import Run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,3 +111,150 @@ def test_an_observer_changes_nothing(folder: Path, tmp_path: Path) -> None:
     with record(tmp_path / "trace.jsonl") as recorder:
         assert make_llm(folder, recorder, **options).generate(prompts, params) == silent
     assert silent[3]["finish_reason"] == "refused"
+
+
+# -- an observer that raises -----------------------------------------------------------------------
+
+MAY_RAISE = ("engine_init", "for_workers")
+GUARDED = [hook for hook in HOOKS if hook not in (*MAY_RAISE, "failed")]
+
+
+class Raiser(Observer):
+    """Raises in each of these methods, and keeps what failed."""
+
+    def __init__(self, *hooks: str, error: BaseException | None = None) -> None:
+        self.failures: list[str] = []
+        self.error = LookupError("not today") if error is None else error
+        for hook in hooks:
+            setattr(self, hook, self._fail)
+
+    def _fail(self, *_args: object, **_kwargs: object) -> None:
+        raise self.error
+
+    def failed(self, hook: str, error: Exception) -> None:
+        assert error is self.error
+        self.failures.append(hook)
+
+
+def call(observer: Observer, hook: str) -> None:
+    """Call a method with anything, each argument as the engine gives it: by place, or by name."""
+    parameters = [*signature(getattr(Observer, hook)).parameters.values()][1:]
+    named: dict[str, Any] = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    getattr(observer, hook)(*(p for p in parameters if p.name not in named), **named)
+
+
+@pytest.mark.parametrize("hook", GUARDED)
+def test_what_a_hook_raises_goes_no_further_and_is_said_once(
+    hook: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raiser = Raiser(hook)
+    guard = guarded(raiser)
+    for _ in range(2):
+        call(guard, hook)
+    assert raiser.failures == [hook, hook]
+    message = capsys.readouterr().err
+    assert message.count("LookupError: not today") == 1
+    assert message.count(f"nanovllm: Raiser.{hook}() raised this. The run goes on") == 1
+
+
+@pytest.mark.parametrize("hook", GUARDED)
+def test_a_guard_passes_everything_on(hook: str) -> None:
+    heard: list[tuple[object, ...]] = []
+    observer = Raiser()
+    setattr(observer, hook, lambda *args, **named: heard.append((*args, *named.values())))
+    call(guarded(observer), hook)
+    assert [str(argument).split(":")[0] for argument in heard[0]] == [
+        *list(signature(getattr(Observer, hook)).parameters)[1:]
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interruption_passes_a_guard(error: BaseException) -> None:
+    guard = guarded(Raiser("step_start", error=error))
+    with pytest.raises(type(error)):
+        guard.step_start(1)
+
+
+@pytest.mark.parametrize("hook", MAY_RAISE)
+def test_an_observer_may_refuse_before_the_engine_starts(hook: str) -> None:
+    with pytest.raises(LookupError):
+        call(guarded(Raiser(hook)), hook)
+
+
+def test_silence_is_not_guarded() -> None:
+    assert guarded(None) is guarded(SILENT) is guarded(Observer()) is SILENT
+
+
+def test_a_guard_says_what_has_no_message_and_needs_no_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class UnreadableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raiser = Raiser("step_start", "failed", error=UnreadableError())
+    guarded(raiser).step_start(1)
+    assert "UnreadableError" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr", None)
+    guarded(raiser).step_start(1)
+
+
+def test_a_run_whose_observer_always_raises_is_as_if_there_were_none(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raiser = Raiser(*GUARDED)
+    run, silent = Run(BUSY, guarded(raiser)).go(), Run(BUSY).go()
+    assert run.num_steps == silent.num_steps
+    for seq_id, seq in silent.sequences.items():
+        assert run.sequences[seq_id].token_ids == seq.token_ids
+    heard = set(raiser.failures)
+    assert {"request_abort", "request_refused", "preempt", "blocks_evict", "step_end"} <= heard
+    assert capsys.readouterr().err.count("The run goes on") == 1
+
+    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 9, "max_num_batched_tokens": 5}
+    expected = make_llm(folder, None, **options).generate(PROMPTS, greedy_params(8))
+    llm = LLM(folder, raiser, **options)
+    assert llm.generate(PROMPTS, greedy_params(8)) == expected
+    llm.abort(llm.add_request([5], greedy_params(2)))
+    assert llm.is_finished()
+    assert "generate_finish" in raiser.failures
+    assert capsys.readouterr().err.count("The run goes on") == 1
+
+
+def test_an_event_that_cannot_be_built_is_missing_by_its_number(tmp_path: Path) -> None:
+    def slip(self: Recorder, *_args: object) -> None:
+        self.trace.add(ev.new(ev.AdmissionStop)(reson="no_blocks"))  # type: ignore[call-arg]
+
+    path = tmp_path / "trace.jsonl"
+    with record(path) as whole:
+        Run(BUSY, whole).go()
+    lines = [record for record in read_trace(path) if isinstance(record, ev.Event)]
+    num_lost = sum(isinstance(event, ev.AdmissionStop) for event in lines)
+    assert num_lost
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "admission_stop", slip)
+        with record(path, existing="replace") as recorder:
+            Run(BUSY, guarded(recorder)).go()
+    warnings: list[str] = []
+    *_, footer = read_trace(path, warn=warnings.append)
+    assert isinstance(footer, Footer)
+    assert footer.num_events == len(lines)
+    assert warnings == [
+        f"{path}: {num_lost} events are missing, by the numbers of those that are there"
+    ]
+    assert recorder.failure is not None
+    assert recorder.failure.startswith("admission_stop() raised TypeError: ")
+
+
+def test_a_tap_that_raises_leaves_the_trace_whole(tmp_path: Path) -> None:
+    def tap(_events: list[ev.Event]) -> None:
+        raise LookupError
+
+    path = tmp_path / "trace.jsonl"
+    with record(path) as whole:
+        Run(BUSY, whole).go()
+    shapes = [(ev.tag_of(e), e.step) for e in read_trace(path) if isinstance(e, ev.Event)]
+    with pytest.raises(LookupError), record(path, tap=tap, existing="replace") as recorder:
+        Run(BUSY, guarded(recorder)).go()
+    records = read_trace(path, warn=pytest.fail)
+    assert [(ev.tag_of(e), e.step) for e in records if isinstance(e, ev.Event)] == shapes

@@ -456,7 +456,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("raise", "rank 1 raised LookupError: no step 3 for me"),
+        ("leave", "rank 1 raised SystemExit: no step 3 for me"),
         ("exit", "rank 1 ended with exit code 7"),
         ("sleep", "rank 1 did not answer within 4 s"),
     ],
@@ -475,6 +475,19 @@ def test_a_worker_that_fails_ends_the_run_by_name(narrow: Oracle, deed: Deed, me
     assert any("step_start" in note for note in notes) == ("raised" in message)
     assert_empty(llm)
     llm.exit()
+
+
+def test_what_a_workers_observer_raises_is_said_and_the_run_goes_on(
+    narrow: Oracle, capfd: pytest.CaptureFixture[str]
+) -> None:
+    params = greedy_params(9)
+    silent = make_llm(narrow.folder, tensor_parallel_size=2)
+    expected = silent.generate([[1, 2, 3], [4]], params)
+    silent.exit()
+    llm = make_llm(narrow.folder, Chief(Plot(rank=1, deed="raise")), tensor_parallel_size=2)
+    assert llm.generate([[1, 2, 3], [4]], params) == expected
+    llm.exit()
+    assert capfd.readouterr().err.count("Saboteur.step_start() raised this. The run goes on") == 1
 
 
 @pytest.mark.parametrize("deed", ["raise at the start", "raise when made"])

@@ -108,6 +108,17 @@ def test_a_name_that_there_is_none_of_is_an_error(installed: Path) -> None:
     assert len([line for line in told if "[attr-defined]" in line]) == 2
 
 
+def test_an_event_with_a_field_that_is_not_its_own_is_an_error(installed: Path) -> None:
+    code = ["from nvtrace.events import CudagraphSkip, RunEager, new"]
+    code += ['new(RunEager)(reason="prefill", num_tokens=1)']
+    code += ['new(RunEager)(reason="prefill", num_token=1)', 'new(RunEager)(reason="prefill")']
+    code += ["new(CudagraphSkip)(reason=1)"]
+    told = mypy(installed, events="\n".join(code))
+    found = [re.search(r"py:(\d+): error: .*\[(.*)\]", line) for line in told]
+    errors = [("3", "call-arg"), ("4", "call-arg"), ("5", "arg-type")]
+    assert [match.groups() for match in found if match] == errors, told
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_wheel_says_that_it_has_types(package: str, installed: Path) -> None:
     assert (installed / "site" / package / "py.typed").is_file()

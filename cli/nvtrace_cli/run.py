@@ -205,6 +205,8 @@ def _fault(recorder: Recorder, place: Path) -> str | None:
         return f"{place} was removed while it was written: there is no trace"
     if sink.error is not None:
         return f"{place} is not whole, {sink.num_lost} lines could not be written: {sink.error}"
+    if recorder.failure is not None:
+        return f"{place} is not whole: the recorder's {recorder.failure}"
     return None
 
 

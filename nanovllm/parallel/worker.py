@@ -30,6 +30,7 @@ from nanovllm.errors import ContactLostError
 from nanovllm.observer import SILENT
 from nanovllm.parallel.ranks import Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import connect, join_store
+from nanovllm.utils.guard import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ def worker_main(setup: WorkerSetup, connection: Connection) -> None:
     try:
         observer = SILENT if setup.make_observer is None else setup.make_observer(setup.rank)
         with observer:
-            _serve(setup, connection, observer)
+            _serve(setup, connection, guarded(observer))
     except EOFError:  # rank 0 is gone, or has given up
         code = 1
     except BaseException as error:  # noqa: BLE001 - rank 0 must hear of any

@@ -10,11 +10,13 @@ from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, Observer, SamplingParams
+from nanovllm.observer import SILENT
 from support.models import VOCAB_SIZE, make_reference, random_tokens, save_reference
 
 if TYPE_CHECKING:
@@ -196,9 +198,14 @@ class Watcher(Observer):
 
 
 def make_llm(folder: Path, observer: Observer | None = None, **options: object) -> LLM:
-    """An engine with small pages and few of them, unless `options` say otherwise."""
+    """An engine with small pages and few of them, unless `options` say otherwise.
+
+    What its observer raises reaches the test, unless that guards it.
+    """
     settings: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64, **options}
-    return LLM(folder, observer, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.llm.guarded", lambda given: given or SILENT)
+        return LLM(folder, observer, **settings)
 
 
 def greedy_params(max_tokens: int, **changes: Any) -> SamplingParams:  # noqa: ANN401 - any of its options

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.utils.model_config import ModelConfig
 
-Deed = Literal["raise", "sleep", "exit", "raise at the start", "raise when made"]
+Deed = Literal["raise", "leave", "sleep", "exit", "raise at the start", "raise when made"]
 PATIENCE = 60.0
 
 
@@ -48,6 +48,8 @@ class Saboteur(Observer):
             return
         if self.deed == "raise":
             raise LookupError(f"no step {engine_step} for me")
+        if self.deed == "leave":
+            raise SystemExit(f"no step {engine_step} for me")
         if self.deed == "sleep":
             time.sleep(2 * PATIENCE)
         if self.deed == "exit":

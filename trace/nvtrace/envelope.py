@@ -179,14 +179,19 @@ class NewerTraceError(ValueError):
 
 
 def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
-    """Append one line, newline included, to `buffer`."""
+    """Append one line, newline included, to `buffer`; nothing of it if that fails."""
     start = len(buffer)
     try:
-        _encoder.encode_into(record, buffer, -1)
-    except UnicodeEncodeError:  # a lone surrogate: a file name that is no UTF-8, say
-        text = json.dumps(msgspec.to_builtins(record), ensure_ascii=False, separators=(",", ":"))
-        buffer[start:] = text.encode("utf-8", "replace")
-    buffer += b"\n"
+        try:
+            _encoder.encode_into(record, buffer, -1)
+        except UnicodeEncodeError:  # a lone surrogate: a file name that is no UTF-8, say
+            facts = msgspec.to_builtins(record)
+            text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+            buffer[start:] = text.encode("utf-8", "replace")
+        buffer += b"\n"
+    except BaseException:
+        del buffer[start:]
+        raise
 
 
 def can_encode(value: object) -> bool:

@@ -13,10 +13,24 @@ that an old reader would misread raises the major version in `envelope.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from functools import cache, partial
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def codes(*known: str) -> msgspec.Meta:
@@ -39,7 +53,7 @@ Count = Annotated[int, Meta(ge=1, lt=2**31)]  # of what there is at least one
 MOST_BLOCKS = 2**24  # a pool of more would take gigabytes to rebuild
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event"):
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event"):
     """The envelope every event shares. No event refers to another: none needs the collector."""
 
     event_id: int
@@ -358,54 +372,38 @@ class StateTransition(Event, frozen=True, kw_only=True, tag="STATE_TRANSITION"):
 
 
 # -- pages -----------------------------------------------------------------------------------------
-# One event holds all operations of its kind that follow one another: seq_ids[i] did it to
-# block_ids[i].
+# One event holds all operations of its kind that follow one another.
 
 
-class BlocksShare(Event, frozen=True, kw_only=True, tag="BLOCKS_SHARE"):
+class BlocksOfSeqs(Event, frozen=True, kw_only=True):
+    """What sequences did to blocks: `seq_ids[i]` did it to `block_ids[i]`."""
+
+    seq_ids: list[int]
+    block_ids: list[list[int]]
+
+    log_fields: ClassVar[tuple[str, ...]] = ("seq_ids", "block_ids")
+
+
+class BlocksShare(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_SHARE"):
     """Published pages that others use are used by one more."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
 
-    log_fields = ("seq_ids", "block_ids")
-
-
-class BlocksRevive(Event, frozen=True, kw_only=True, tag="BLOCKS_REVIVE"):
+class BlocksRevive(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_REVIVE"):
     """Published pages that were free are used again, with their contents."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
 
-    log_fields = ("seq_ids", "block_ids")
-
-
-class BlocksAllocate(Event, frozen=True, kw_only=True, tag="BLOCKS_ALLOCATE"):
+class BlocksAllocate(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_ALLOCATE"):
     """New pages were given out at admission."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
 
-    log_fields = ("seq_ids", "block_ids")
-
-
-class BlocksAppend(Event, frozen=True, kw_only=True, tag="BLOCKS_APPEND"):
+class BlocksAppend(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_APPEND"):
     """A new page for sequences whose last token crossed a page boundary."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
 
-    log_fields = ("seq_ids", "block_ids")
-
-
-class BlocksHash(Event, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
+class BlocksHash(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
     """Full, computed pages were published under the hash of all tokens up to their end."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
     hashes: list[list[str]]
-
-    log_fields = ("seq_ids", "block_ids")
 
 
 class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
@@ -418,11 +416,9 @@ class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
     log_fields = ("block_ids",)
 
 
-class BlocksRelease(Event, frozen=True, kw_only=True, tag="BLOCKS_RELEASE"):
+class BlocksRelease(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_RELEASE"):
     """Sequences gave up all their pages, in this order; `freed` are those nobody else holds."""
 
-    seq_ids: list[int]
-    block_ids: list[list[int]]
     freed: list[list[int]]
 
     log_fields = ("seq_ids", "block_ids", "freed")
@@ -623,6 +619,19 @@ AnyEvent = (
     | EngineError
     | EngineReset
 )
+
+
+_Own = ParamSpec("_Own")
+_E = TypeVar("_E", bound=Event)
+
+
+def new(cls: Callable[Concatenate[int, int, int | None, Phase, _Own], _E]) -> Callable[_Own, _E]:
+    """`new(Preempt)(seq_id=...)` builds an event whose envelope `TraceWriter` fills in later."""
+    return partial(cls, 0, 0, None, "")
+
+
+if not TYPE_CHECKING:  # a type checker would lose the types
+    new = cache(new)
 
 
 def tag_of(event: Event | type[Event]) -> str:

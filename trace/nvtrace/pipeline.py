@@ -5,6 +5,8 @@
         -> encode                                  bytes, one JSON line
         -> Sink.write                              a buffer; flushed once per engine step
 
+Without processors, `Sink.take` encodes an event into that buffer directly.
+
 Knows structlog, bytes and files. Does not know what an event means or when a step ends
 (`recorder.py`). The logger is built by hand and never touches `structlog.configure`, so that an
 application's own logging stays its own.
@@ -32,7 +34,7 @@ import structlog  # noqa: E402 - it imports rich, if that is there, which draws 
 random.setstate(_draws)  # the caller's numbers stay the same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, MutableMapping
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from structlog.typing import EventDict, Processor
@@ -48,19 +50,20 @@ class TraceLogger(structlog.BoundLoggerBase):
 
     def emit(self, record: Header | Footer | Event) -> bool:
         """Send one record down the pipeline. Returns whether it came through."""
-        if self._processors == [encode]:  # nobody else wants to see the dict
-            return bool(self._logger.write(encode(None, "write", {"record": record})))
         tag = str(record.__struct_config__.tag)
         return self._proxy_to_logger("write", tag, record=record) is not None
 
 
-def make_logger(sink: Sink, processors: Iterable[Processor] = ()) -> TraceLogger:
-    """The pipeline in front of `sink`.
+def make_emit(
+    sink: Sink, processors: Iterable[Processor] = ()
+) -> Callable[[Header | Footer | Event], bool]:
+    """What sends a record through the processors into `sink`, and says whether it got there.
 
     A processor may raise structlog.DropEvent. Header and footer pass all the same, also through a
     processor that reads a field they do not have: without them the rest could not be read.
     """
-    return TraceLogger(sink, [*map(_passing, processors), encode], {})
+    chain = [*map(_passing, processors)]
+    return TraceLogger(sink, [*chain, encode], {}).emit if chain else sink.take
 
 
 def _passing(processor: Processor) -> Processor:
@@ -76,7 +79,7 @@ def _passing(processor: Processor) -> Processor:
     return process
 
 
-def encode(_logger: object, _method: str, event_dict: MutableMapping[str, Any]) -> bytes:
+def encode(_logger: object, _method: str, event_dict: EventDict) -> bytes:
     """The last processor: the record's line."""
     buffer = bytearray()
     encode_into(event_dict["record"], buffer)
@@ -120,13 +123,18 @@ class Sink:
         self.report = report or _report_on_stderr
         self._seconds_between_flushes = seconds_between_flushes
         self._last_flush = time.monotonic()
-        self._lines: list[bytes] = []
+        self._buffer = bytearray()
         self.error: Exception | None = None
         self.num_lost = 0
 
     def write(self, line: bytes) -> bool:
         """Take one line; it reaches the file with the next flush. Returns True, as no drop does."""
-        self._lines.append(line)
+        self._buffer += line
+        return True
+
+    def take(self, record: Header | Footer | Event) -> bool:
+        """Take a record's line, as `write` does."""
+        encode_into(record, self._buffer)
         return True
 
     def flush(self) -> None:
@@ -163,20 +171,20 @@ class Sink:
 
     def _flush(self) -> None:
         if self.is_forked:
-            self._lines = []
+            self._buffer = bytearray()
             return
-        lines = self._lines
+        lines = self._buffer
         if self.error is None:
             try:
-                rest = memoryview(b"".join(lines))
+                rest = memoryview(bytes(lines))  # a copy: `lines` may grow after an interruption
                 while rest:  # an unbuffered write may be short
                     rest = rest[self._file.write(rest) :]
                 self._file.flush()
             except Exception as error:  # noqa: BLE001 - a closed file's, a compressor's: the engine goes on
                 self._fail(error)
         if self.error is not None:
-            self.num_lost += len(lines)
-        self._lines = []  # not before: an interruption must not lose them
+            self.num_lost += lines.count(b"\n")
+        self._buffer = bytearray()  # not before: an interruption must not lose them
         self._last_flush = time.monotonic()
 
     def _fail(self, error: Exception) -> None:

@@ -4,8 +4,8 @@
         LLM(model, observer=observer).generate(prompts, sampling_params)
 
 Knows both vocabularies, the engine's (`nanovllm.observer`) and the trace's (`events.py`), and the
-clock. Does not decide anything. During a step it only notes (time, fields); at the step's end it
-builds the events and sends them down the pipeline, so that the step itself is disturbed little.
+clock. Does not decide anything. During a step it only builds the events; at the step's end it
+sends them down the pipeline, so that the step itself is disturbed little.
 
 Step times come from the moments themselves: what lies between `step_start` and `schedule_*` is
 scheduling, then preparing, then the forward pass, then sampling, and the rest is postprocessing.
@@ -17,13 +17,14 @@ import os
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from typing_extensions import override
 
 from nanovllm.observer import Observer
 from nanovllm.parallel.launch import Launch
 from nvtrace import events as ev
+from nvtrace.events import new
 from nvtrace.pipeline import Sink, open_sink
 from nvtrace.reader import rank_path
 from nvtrace.writer import Exit, TraceWriter, said
@@ -49,6 +50,27 @@ if TYPE_CHECKING:
 
 
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
+
+
+class _Scheduled(TypedDict):
+    """What every kind of step tells of its schedule."""
+
+    engine_step: int
+    scheduled: int
+    seq_ids: list[int]
+    token_budget: int
+    waiting_len: int
+    running_len: int
+    free_blocks: int
+
+
+class _Lengths(TypedDict):
+    """For each sequence of a step with prompts in it: tokens computed now, before, and cached."""
+
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]
+    num_cached_tokens: list[int]
+    num_batched_tokens: int
 
 
 class _StepMarks:
@@ -118,6 +140,7 @@ class Recorder(Observer):
         kept: where a trace that was in the way has been renamed to.
         kept_others: the same of other ranks' traces: (from, to) of each.
         recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
+        failure: which method raised first, and what; the trace is not whole then.
     """
 
     def __init__(
@@ -138,6 +161,8 @@ class Recorder(Observer):
         self._gpu_ns: int | None = None  # of this step, as far as it is known
         self._last_init = self._init_start = 0
         self._policy = ""
+        self._engine_step = 0
+        self.failure: str | None = None
         self._is_scheduling = False  # within a step, before it is known what it will compute
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
@@ -147,6 +172,15 @@ class Recorder(Observer):
     @override
     def for_workers(self) -> Callable[[int], Observer] | None:
         return self.recipe
+
+    @override
+    def failed(self, hook: str, error: Exception) -> None:
+        self.failure = self.failure or f"{hook}() raised {type(error).__name__}: {said(error)}"
+        tag = hook.upper()
+        if tag in ev.EVENT_TYPES and (self.trace.last is None or ev.tag_of(self.trace.last) != tag):
+            self.trace.add(None)  # its number is missing in the trace
+        elif hook in {"step_end", "engine_reset"}:  # the tap raised, after the step's last event
+            self.trace.step = None
 
     @override
     def __exit__(
@@ -207,9 +241,7 @@ class Recorder(Observer):
         )
         self._policy = config.policy
         self._last_init = self._init_start = self.trace.now()
-        self.trace.add(
-            ev.EngineInit,
-            "bootstrap",
+        event = new(ev.EngineInit)(
             model=config.model,
             tp_size=config.tensor_parallel_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -226,73 +258,66 @@ class Recorder(Observer):
             policy=config.policy,
             seed=config.seed,
         )
+        self.trace.add(event, "bootstrap")
         self._last_init = self.trace.now()
 
     @override
     def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
-        self.trace.add(
-            ev.TpRuntimeInit,
-            "init",
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            backend=backend,
+        event = new(ev.TpRuntimeInit)(
+            rank=rank, world_size=world_size, device=device, backend=backend
         )
+        self.trace.add(event, "init")
 
     @override
     def model_weights_loaded(self, loaded: LoadedWeights) -> None:
-        self.trace.add(
-            ev.ModelWeightsLoaded,
-            "init",
+        event = new(ev.ModelWeightsLoaded)(
             num_files=loaded.num_files,
             num_keys=loaded.num_keys,
             num_bytes=loaded.num_bytes,
             duration_ns=self._since_last_init(),
         )
+        self.trace.add(event, "init")
 
     @override
     def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
-        self.trace.add(
-            ev.WarmupModel,
-            "init",
+        event = new(ev.WarmupModel)(
             num_seqs=num_seqs,
             seq_len=seq_len,
             num_tokens=num_seqs * seq_len,
             peak_bytes=peak_bytes,
             duration_ns=self._since_last_init(),
         )
+        self.trace.add(event, "init")
 
     @override
     def kv_budget_estimate(self, budget: KVBudget) -> None:
-        self.trace.add(ev.KvBudgetEstimate, "init", **asdict(budget))
+        self.trace.add(new(ev.KvBudgetEstimate)(**asdict(budget)), "init")
         self._since_last_init()
 
     @override
     def cudagraph_capture(self, batch_sizes: list[int], pool_bytes: int) -> None:
-        self.trace.add(
-            ev.CudagraphCapture,
-            "init",
+        event = new(ev.CudagraphCapture)(
             batch_sizes=list(batch_sizes),
             pool_bytes=pool_bytes,
             duration_ns=self._since_last_init(),
         )
+        self.trace.add(event, "init")
 
     @override
     def cudagraph_skip(self, reason: str) -> None:
-        self.trace.add(ev.CudagraphSkip, "init", reason=reason)
+        self.trace.add(new(ev.CudagraphSkip)(reason=reason), "init")
 
     @override
     def engine_ready(
         self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
     ) -> None:
-        self.trace.add(
-            ev.EngineReady,
-            "init",
+        event = new(ev.EngineReady)(
             num_kvcache_blocks=num_kvcache_blocks,
             eos_token_ids=list(eos_token_ids),
             eos_sources=list(eos_sources) or None,
             duration_ns=self.trace.now() - self._init_start,
         )
+        self.trace.add(event, "init")
         self.trace.drain()
 
     # -- ingress, egress -------------------------------------------------------------------------
@@ -300,14 +325,12 @@ class Recorder(Observer):
     @override
     def generate_start(self, num_prompts: int) -> None:
         self._steps_before = dict(self._steps)
-        self.trace.add(ev.GenerateStart, "ingress", n_prompts=num_prompts)
+        self.trace.add(new(ev.GenerateStart)(n_prompts=num_prompts), "ingress")
 
     @override
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
         params = seq.sampling_params
-        self.trace.add(
-            ev.RequestEnqueue,
-            "ingress",
+        event = new(ev.RequestEnqueue)(
             seq_id=seq.seq_id,
             prompt_len=seq.num_prompt_tokens,
             max_tokens=params.max_tokens,
@@ -322,69 +345,59 @@ class Recorder(Observer):
             waiting_len=waiting_len,
             prompt_token_ids=list(seq.token_ids),
         )
+        self.trace.add(event, "ingress")
 
     @override
     def request_refused(self, token_ids: list[int], error: RequestRefusedError) -> None:
-        self.trace.add(
-            ev.RequestRefused,
-            "ingress",
-            reason=error.reason,
-            prompt_len=len(token_ids),
-            need=error.need,
-            have=error.have,
+        event = new(ev.RequestRefused)(
+            reason=error.reason, prompt_len=len(token_ids), need=error.need, have=error.have
         )
+        self.trace.add(event, "ingress")
 
     @override
     def request_abort(self, seq: Sequence) -> None:
-        self.trace.add(
-            ev.RequestAbort,
-            "ingress",
-            seq_id=seq.seq_id,
-            num_completion_tokens=seq.num_completion_tokens,
+        event = new(ev.RequestAbort)(
+            seq_id=seq.seq_id, num_completion_tokens=seq.num_completion_tokens
         )
+        self.trace.add(event, "ingress")
 
     @override
     def request_output(self, seq: Sequence, text: str) -> None:
-        self.trace.add(
-            ev.RequestOutput,
-            "egress",
+        event = new(ev.RequestOutput)(
             seq_id=seq.seq_id,
-            reason=seq.finish_reason,
+            reason=str(seq.finish_reason),  # there is one: it has ended
             num_prompt_tokens=seq.num_prompt_tokens,
             num_completion_tokens=seq.num_completion_tokens,
             text=text,
         )
+        self.trace.add(event, "egress")
 
     @override
     def generate_finish(self, num_outputs: int) -> None:
         prefill = self._steps["prefill"] - self._steps_before["prefill"]
         decode = self._steps["decode"] - self._steps_before["decode"]
         mixed = self._steps["mixed"] - self._steps_before["mixed"]
-        self.trace.add(
-            ev.GenerateFinish,
-            "egress",
+        event = new(ev.GenerateFinish)(
             total_steps=prefill + decode + mixed,
             prefill_steps=prefill,
             decode_steps=decode,
             mixed_steps=mixed,
             n_outputs=num_outputs,
         )
+        self.trace.add(event, "egress")
         self.trace.drain()
 
     @override
     def engine_error(self, error: BaseException) -> None:
-        self.trace.add(
-            ev.EngineError, "postprocess", error_type=type(error).__name__, message=said(error)
-        )
+        event = new(ev.EngineError)(error_type=type(error).__name__, message=said(error))
+        self.trace.add(event, "postprocess")
 
     @override
     def engine_reset(self, seqs: list[Sequence]) -> None:
-        self.trace.add(
-            ev.EngineReset,
-            "postprocess",
-            seq_ids=[seq.seq_id for seq in seqs],
-            num_tokens=[seq.num_tokens for seq in seqs],
+        event = new(ev.EngineReset)(
+            seq_ids=[seq.seq_id for seq in seqs], num_tokens=[seq.num_tokens for seq in seqs]
         )
+        self.trace.add(event, "postprocess")
         self.trace.drain()
         self.trace.step = None
 
@@ -392,92 +405,90 @@ class Recorder(Observer):
 
     @override
     def step_start(self, engine_step: int) -> None:
-        self.trace.drain()  # what came in between two steps
-        self.trace.step = engine_step
-        self._is_scheduling = True
-        self._marks = _StepMarks(self.trace.now())
-        self._gpu_ns = None
+        try:
+            self.trace.drain()  # what came in between two steps
+        finally:  # whatever the tap does
+            self.trace.step = self._engine_step = engine_step
+            self._is_scheduling = True
+            self._marks = _StepMarks(self.trace.now())
+            self._gpu_ns = None
 
     @override
     def admission_stop(
         self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
     ) -> None:
-        self.trace.add(
-            ev.AdmissionStop,
-            None,
+        event = new(ev.AdmissionStop)(
             reason=reason,
             seq_id=seq.seq_id,
             need=need,
             have=have,
             waiting_len=len(scheduler.waiting),
         )
+        self.trace.add(event)
 
     @override
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
         first = batch.seqs[0]
         continues = first.num_computed_tokens > first.num_cached_tokens
-        reason = "chunk_continues" if continues else "waiting_admissible"
-        self._schedule(ev.SchedulePrefill, batch, scheduler, reason=reason, **_lengths(batch))
+        event = new(ev.SchedulePrefill)(
+            reason="chunk_continues" if continues else "waiting_admissible",
+            **self._scheduled(batch, scheduler),
+            **_lengths(batch),
+        )
+        self._add_schedule(event, batch)
 
     @override
     def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
-        self._schedule(
-            ev.ScheduleMixed,
-            batch,
-            scheduler,
+        event = new(ev.ScheduleMixed)(
             num_prefills=batch.num_prefills,
             num_decodes=len(batch.seqs) - batch.num_prefills,
+            **self._scheduled(batch, scheduler),
             **_lengths(batch),
         )
+        self._add_schedule(event, batch)
 
     @override
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        index = self._steps["decode"]
-        reason = _DECODE_REASONS.get(self._policy, "no_prefill_admissible")
-        self._schedule(ev.ScheduleDecode, batch, scheduler, reason=reason, decode_step_index=index)
+        event = new(ev.ScheduleDecode)(
+            reason=_DECODE_REASONS.get(self._policy, "no_prefill_admissible"),
+            decode_step_index=self._steps["decode"],
+            **self._scheduled(batch, scheduler),
+        )
+        self._add_schedule(event, batch)
 
-    def _schedule(
-        self,
-        cls: type[ev.Event],
-        batch: Batch,
-        scheduler: Scheduler,
-        **fields: Any,  # noqa: ANN401 - what the three kinds of step do not share
-    ) -> None:
+    def _scheduled(self, batch: Batch, scheduler: Scheduler) -> _Scheduled:
+        return {
+            "engine_step": self._engine_step,
+            "scheduled": len(batch.seqs),
+            "seq_ids": [seq.seq_id for seq in batch.seqs],
+            "token_budget": scheduler.max_num_batched_tokens,
+            "waiting_len": len(scheduler.waiting),
+            "running_len": len(scheduler.running),
+            "free_blocks": scheduler.block_manager.num_free_blocks,
+        }
+
+    def _add_schedule(self, event: ev.Event, batch: Batch) -> None:
         self._is_scheduling = False
         self.trace.batch_phase = batch.phase
         self._steps[batch.phase] += 1
-        self._marks.schedule = self.trace.add(
-            cls,
-            batch.phase,
-            engine_step=self.trace.step,
-            scheduled=len(batch.seqs),
-            seq_ids=[seq.seq_id for seq in batch.seqs],
-            token_budget=scheduler.max_num_batched_tokens,
-            waiting_len=len(scheduler.waiting),
-            running_len=len(scheduler.running),
-            free_blocks=scheduler.block_manager.num_free_blocks,
-            **fields,
-        )
+        self._marks.schedule = self.trace.add(event)
 
     @override
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:
-        self.trace.add(
-            ev.Preempt,
-            None,
+        event = new(ev.Preempt)(
             seq_id=victim.seq_id,
             for_seq_id=for_seq.seq_id,
             num_blocks_freed=len(freed),
             num_tokens_to_recompute=num_computed_tokens,
         )
+        self.trace.add(event)
 
     @override
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
         is_scheduling = reason in {"admitted", "preempted"}  # a part of the batch's own phase
-        self.trace.add(
-            ev.StateTransition,
-            None if is_scheduling else "postprocess",
+        event = new(ev.StateTransition)(
             reason=reason,
             seq_id=seq.seq_id,
             previous=str(previous),
@@ -486,52 +497,51 @@ class Recorder(Observer):
             num_completion_tokens=seq.num_completion_tokens,
             max_tokens=seq.sampling_params.max_tokens,
         )
+        self.trace.add(event, None if is_scheduling else "postprocess")
 
     # -- pages -----------------------------------------------------------------------------------
 
     @override
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
-        self.trace.add_grouped(ev.BlocksShare, None, seq.seq_id, block_ids=[block_id])
+        self.trace.add_joined(new(ev.BlocksShare)(seq_ids=[seq.seq_id], block_ids=[[block_id]]))
 
     @override
     def blocks_revive(self, seq: Sequence, block_id: int) -> None:
-        self.trace.add_grouped(ev.BlocksRevive, None, seq.seq_id, block_ids=[block_id])
+        self.trace.add_joined(new(ev.BlocksRevive)(seq_ids=[seq.seq_id], block_ids=[[block_id]]))
 
     @override
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
-        self.trace.add_grouped(ev.BlocksAllocate, None, seq.seq_id, block_ids=block_ids)
+        event = new(ev.BlocksAllocate)(seq_ids=[seq.seq_id], block_ids=[[*block_ids]])
+        self.trace.add_joined(event)
 
     @override
     def blocks_append(self, seq: Sequence, block_ids: list[int]) -> None:
-        self.trace.add_grouped(ev.BlocksAppend, None, seq.seq_id, block_ids=block_ids)
+        self.trace.add_joined(new(ev.BlocksAppend)(seq_ids=[seq.seq_id], block_ids=[[*block_ids]]))
 
     @override
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
         hexes = [chain_hash.hex() for chain_hash in hashes]
-        self.trace.add_grouped(
-            ev.BlocksHash, "postprocess", seq.seq_id, block_ids=block_ids, hashes=hexes
-        )
+        event = new(ev.BlocksHash)(seq_ids=[seq.seq_id], block_ids=[[*block_ids]], hashes=[hexes])
+        self.trace.add_joined(event, "postprocess")
 
     @override
     def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
         hexes = [chain_hash.hex() for chain_hash in hashes]
-        phase: ev.Phase | None = "ingress" if reason == "cache_reset" else None
-        self.trace.add(ev.BlocksEvict, phase, reason=reason, block_ids=block_ids, hashes=hexes)
+        event = new(ev.BlocksEvict)(reason=reason, block_ids=block_ids, hashes=hexes)
+        self.trace.add(event, "ingress" if reason == "cache_reset" else None)
 
     @override
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
-        phase: ev.Phase | None = None if self._is_scheduling else "postprocess"
-        self.trace.add_grouped(
-            ev.BlocksRelease, phase, seq.seq_id, block_ids=block_ids, freed=freed
+        event = new(ev.BlocksRelease)(
+            seq_ids=[seq.seq_id], block_ids=[[*block_ids]], freed=[[*freed]]
         )
+        self.trace.add_joined(event, None if self._is_scheduling else "postprocess")
 
     # -- a step: run, sample, end ----------------------------------------------------------------
 
     @override
     def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
-        self._marks.prepare = self.trace.add(
-            ev.PreparePrefillTensors,
-            "prefill",
+        event = new(ev.PreparePrefillTensors)(
             flat_tokens=len(inputs.input_ids),
             n_seqs=len(inputs.position_ranges),
             max_seqlen_q=inputs.max_seqlen_q,
@@ -542,35 +552,33 @@ class Recorder(Observer):
             position_ranges=inputs.position_ranges,
             slot_ranges=inputs.slot_ranges,
         )
+        self._marks.prepare = self.trace.add(event, "prefill")
 
     @override
     def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
         batch_size = len(inputs.input_ids)
-        self._marks.prepare = self.trace.add(
-            ev.PrepareDecodeTensors,
-            "decode",
+        event = new(ev.PrepareDecodeTensors)(
             batch_size=batch_size,
             context_lens=inputs.context_lens,
             slot_mapping=inputs.slot_mapping,
             block_tables_shape=(batch_size, len(inputs.block_tables[0])),
         )
+        self._marks.prepare = self.trace.add(event, "decode")
 
     @override
     def run_eager(self, reason: str, num_tokens: int) -> None:
-        now = self.trace.add(ev.RunEager, None, reason=reason, num_tokens=num_tokens)
+        now = self.trace.add(new(ev.RunEager)(reason=reason, num_tokens=num_tokens))
         self._marks.forward = self._marks.sample = now
 
     @override
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
-        now = self.trace.add(
-            ev.CudagraphReplay,
-            None,
+        event = new(ev.CudagraphReplay)(
             batch_size=batch_size,
             graph_batch_size=graph_batch_size,
             padding=graph_batch_size - batch_size,
             is_ahead=is_ahead,
         )
-        self._marks.forward = self._marks.sample = now
+        self._marks.forward = self._marks.sample = self.trace.add(event)
 
     @override
     def gpu_time(self, gpu_ns: int) -> None:
@@ -578,22 +586,19 @@ class Recorder(Observer):
 
     @override
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
-        self._marks.sample = self.trace.add(
-            ev.SampleTokens,
-            None,
+        event = new(ev.SampleTokens)(
             seq_ids=[seq.seq_id for seq in seqs],
             temperatures=[float(seq.sampling_params.temperature) for seq in seqs],
             token_ids=token_ids,
         )
+        self._marks.sample = self.trace.add(event)
 
     @override
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
         now, marks = self.trace.now(), self._marks
         num_seqs = len(batch.seqs)
         total_len = sum(seq.num_tokens for seq in batch.seqs)
-        self.trace.add(
-            ev.StepEnd,
-            "postprocess",
+        event = new(ev.StepEnd)(
             batch_phase=batch.phase,
             num_seqs=num_seqs,
             num_batched_tokens=sum(batch.num_scheduled_tokens),
@@ -610,6 +615,7 @@ class Recorder(Observer):
             postprocess_ns=now - marks.sample,
             gpu_ns=self._gpu_ns,
         )
+        self.trace.add(event, "postprocess")
         self.trace.drain()
         self.trace.step = None
 
@@ -640,8 +646,7 @@ def _gpu_name(device: str) -> str | None:
     return torch.cuda.get_device_name()
 
 
-def _lengths(batch: Batch) -> dict[str, list[int] | int]:
-    """For each sequence of a step with prompts in it: tokens computed now, before, and cached."""
+def _lengths(batch: Batch) -> _Lengths:
     return {
         "num_scheduled_tokens": list(batch.num_scheduled_tokens),
         "num_computed_tokens": [seq.num_computed_tokens for seq in batch.seqs],

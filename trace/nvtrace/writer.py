@@ -3,9 +3,9 @@
 Knows the clock, the numbering, the header and the footer. Does not know the engine (`recorder.py`
 tells it what to note) or what happens to an event on its way to the file (`pipeline.py`).
 
-During a step it only keeps (struct, time, fields); `drain` builds the events, numbers them and
-sends them down the pipeline. So a step is disturbed little, and the phase of what was said before
-the step's kind was known (was that page taken for a prefill?) can be filled in.
+During a step it only keeps (event, time, phase); `drain` fills in each event's envelope and sends
+it down the pipeline. So a step is disturbed little, and the phase of what was said before the
+step's kind was known (was that block taken for a prefill?) can be filled in.
 
 An event that cannot be built, processed or encoded is lost alone: its number is missing in the
 trace, the first one is reported, and nothing of it is left for the next drain. Whatever is raised
@@ -21,29 +21,22 @@ import uuid
 from collections import deque
 from datetime import UTC, datetime
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import force_setattr
 
 from nvtrace.envelope import Footer, Header, can_encode
 from nvtrace.environment import version_of
-from nvtrace.pipeline import Sink, encode, make_logger
+from nvtrace.events import BlocksOfSeqs, Event, Phase, tag_of
+from nvtrace.pipeline import Sink, make_emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from structlog.typing import Processor
 
-    from nvtrace.events import Event, Phase
-
 Exit = Literal["ok", "error", "interrupted"]
-
-
-class _Note(NamedTuple):
-    """An event to be. `phase` None means: the phase of the step's batch."""
-
-    cls: type[Event]
-    ts_ns: int
-    phase: Phase | None
-    fields: dict[str, Any]
+_NUM_ENVELOPE_FIELDS = len(Event.__struct_fields__)
 
 
 def said(error: BaseException) -> str:
@@ -61,6 +54,7 @@ class TraceWriter:
         sink: where the lines go.
         processors: structlog processors in front of the encoding one.
         tap: called with the events of each drain, after they are written.
+        clock: in nanoseconds; the trace begins now.
 
     Attributes:
         step: the engine_step that is under way; None between steps.
@@ -69,6 +63,7 @@ class TraceWriter:
         num_dropped: events that a processor dropped.
         num_lost: events that could not be written.
         has_header: was the first line written?
+        last: the event that was added last; None if that one could not be built.
         run_id: which run this is, for the header. All ranks of a run have the same.
     """
 
@@ -77,6 +72,7 @@ class TraceWriter:
         sink: Sink,
         processors: Iterable[Processor] = (),
         tap: Callable[[list[Event]], None] | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.sink = sink
         self.step: int | None = None
@@ -86,45 +82,51 @@ class TraceWriter:
         self.run_id = uuid.uuid4().hex
         processors = tuple(processors)
         self._is_filtered = bool(processors)
-        self._logger = make_logger(sink, processors)
+        self._emit = make_emit(sink, processors)
         self._tap = tap
-        self._notes: deque[_Note] = deque()
+        self._notes: deque[tuple[Event | None, int, Phase | None]] = deque()
+        self.last: Event | None = None
         self._is_closed = False
         self._is_late = False
         self._turn = RLock()  # one thread may close what another one's engine still writes
-        self._anchor = time.perf_counter_ns()
+        self._clock, self._anchor = clock, clock()
         self._anchor_unix = time.time_ns()
 
     def now(self) -> int:
         """Nanoseconds since the trace began."""
-        return time.perf_counter_ns() - self._anchor
+        return self._clock() - self._anchor
 
-    def add(self, cls: type[Event], phase: Phase | None, **fields: Any) -> int:  # noqa: ANN401 - each struct's own fields
-        """Note an event. Lists among `fields` must not change any more. Returns its time."""
-        now = self.now()
+    def add(self, event: Event | None, phase: Phase | None = None) -> int:
+        """Keep an event, built by `nvtrace.events.new`, until the next drain.
+
+        Args:
+            event: its lists must not change any more. None is one that could not be built.
+            phase: its phase; None is that of the step's batch.
+
+        Returns:
+            Its time.
+        """
+        now = self._clock() - self._anchor
+        self.last = event
         if not self._is_closed:
-            self._notes.append(_Note(cls, now, phase, fields))
+            self._notes.append((event, now, phase))
         else:
             self._say_once("the trace is closed; what the engine does from now on is not in it")
         return now
 
-    def add_grouped(
-        self, cls: type[Event], phase: Phase | None, seq_id: int, **lists: list[Any]
-    ) -> None:
-        """Note what one sequence did to some pages; the same just after joins the same event.
-
-        Each of `lists` becomes a list of lists: lists[i] is about seq_ids[i].
-        """
-        if not self._notes or self._notes[-1].cls is not cls:
-            self.add(cls, phase, seq_ids=[seq_id], **{name: [[*lists[name]]] for name in lists})
+    def add_joined(self, event: BlocksOfSeqs, phase: Phase | None = None) -> None:
+        """Keep what one sequence did to blocks, in one event with the same just before."""
+        last = self._notes[-1][0] if self._notes else None
+        if not isinstance(last, BlocksOfSeqs) or type(last) is not type(event):
+            self.add(event, phase)
             return
-        fields = self._notes[-1].fields
-        if fields["seq_ids"][-1] != seq_id:
-            fields["seq_ids"].append(seq_id)
-            for name in lists:
-                fields[name].append([])
-        for name, values in lists.items():
-            fields[name][-1].extend(values)
+        is_same_seq = last.seq_ids[-1] == event.seq_ids[0]
+        for name in event.__struct_fields__[_NUM_ENVELOPE_FIELDS:]:
+            rows, more = getattr(last, name), getattr(event, name)
+            if not is_same_seq:
+                rows += more
+            elif name != "seq_ids":
+                rows[-1] += more[0]
 
     def _say_once(self, why: str) -> None:
         if not self._is_late:
@@ -132,7 +134,7 @@ class TraceWriter:
             self.sink.report(why)
 
     def drain(self) -> None:
-        """Build, number and write everything noted; flush; tell the tap."""
+        """Number and write everything kept; flush; tell the tap."""
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
@@ -177,39 +179,41 @@ class TraceWriter:
             self.sink.close()
 
     def _write_notes(self) -> list[Event]:
-        events = []
-        while self._notes:  # a note is dropped when it is written: an interruption loses none
-            note = self._notes[0]
+        events: list[Event] = []
+        notes, emit, step = self._notes, self._emit, self.step
+        while notes:  # a note is dropped when it is written: an interruption loses none
+            event, ts_ns, phase = notes[0]
+            if event is None:
+                notes.popleft()
+                self.num_events += 1
+                continue
+            force_setattr(event, "event_id", self.num_events + 1)
+            force_setattr(event, "ts_ns", ts_ns)
+            force_setattr(event, "step", step)
+            force_setattr(event, "phase", phase or self.batch_phase)
             try:
-                event = note.cls(
-                    event_id=self.num_events + 1,
-                    ts_ns=note.ts_ns,
-                    step=self.step,
-                    phase=note.phase or self.batch_phase,
-                    **note.fields,
-                )
-                is_written = self._logger.emit(event)
+                is_written = emit(event)
             except KeyboardInterrupt:  # it may strike anywhere: the note is not to blame
                 raise
             except BaseException as error:
-                self._notes.popleft()
+                notes.popleft()
                 self.num_events += 1
-                self._lose(str(note.cls.__struct_config__.tag), error)
+                self._lose(tag_of(event), error)
                 if not isinstance(error, Exception):  # CancelledError, SystemExit
                     raise
             else:
                 self.num_events += 1
                 self.num_dropped += not is_written
-                self._notes.popleft()
+                notes.popleft()
                 events.append(event)
         return events
 
     def _write_frame(self, record: Header | Footer) -> None:
         try:
-            self._logger.emit(record)
+            self._emit(record)
         except BaseException as error:  # a processor's: without it the file is no trace
             self._lose("what a processor makes of the header or footer", error)
-            self.sink.write(encode(None, "", {"record": record}))
+            self.sink.take(record)
             if not isinstance(error, Exception):
                 raise
 

@@ -6,13 +6,12 @@ Does not know how long anything takes (whoever drives the clock does).
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from msgspec import structs
-from typing_extensions import override
 
-from nvtrace import events as ev
 from nvtrace.recorder import Recorder
 from nvtrace.writer import TraceWriter
 
@@ -21,12 +20,11 @@ if TYPE_CHECKING:
 
     from structlog.typing import Processor
 
+    from nvtrace import events as ev
     from nvtrace.envelope import Header
     from nvtrace.pipeline import Sink
     from nvtrace.whatif.recording import Recording
     from nvtrace.whatif.settings import Settings
-
-_ENVELOPE = {field.name for field in structs.fields(ev.Event)}
 
 
 class Clock:
@@ -35,32 +33,17 @@ class Clock:
     def __init__(self) -> None:
         self.now_ns = 0
 
+    def __call__(self) -> int:
+        """Tell the time."""
+        return self.now_ns
+
     def advance(self, duration_ns: int) -> None:
         """Let time pass."""
         self.now_ns += duration_ns
 
 
 class _Writer(TraceWriter):
-    """Writes what happens in simulated time.
-
-    Args:
-        clock: tells the time.
-        sink, processors, tap: see `TraceWriter`.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        sink: Sink,
-        processors: Iterable[Processor],
-        tap: Callable[[list[ev.Event]], None] | None,
-    ) -> None:
-        super().__init__(sink, processors, tap)
-        self._clock = clock
-
-    @override
-    def now(self) -> int:
-        return self._clock.now_ns
+    """Writes what happens in simulated time."""
 
     def write_simulated_header(
         self, recorded: Header, settings: Settings, num_untimed: int
@@ -68,7 +51,7 @@ class _Writer(TraceWriter):
         """The recorded run's header, saying that this one is simulated."""
         self.has_header = True
         config = recorded.config | asdict(settings) | {"tensor_parallel_size": 1}
-        self._logger.emit(
+        self._emit(
             structs.replace(
                 recorded,
                 run_id=self.run_id,
@@ -102,7 +85,7 @@ class SimulatedRecorder(Recorder):
         tap: Callable[[list[ev.Event]], None] | None = None,
     ) -> None:
         super().__init__(sink, processors=processors, tap=tap)
-        self._writer = _Writer(clock, sink, processors, tap)
+        self._writer = _Writer(sink, processors, tap, clock)
         self.trace = self._writer
 
     def begin(self, recording: Recording, settings: Settings, num_untimed: int = 0) -> None:
@@ -116,22 +99,12 @@ class SimulatedRecorder(Recorder):
         init = recording.init
         self._writer.write_simulated_header(recording.header, settings, num_untimed)
         self._policy = settings.policy
-        facts = {
-            name: value for name, value in structs.asdict(init).items() if name not in _ENVELOPE
-        }
         changes = asdict(settings) | {"block_size": settings.kvcache_block_size, "tp_size": 1}
-        facts |= {name: value for name, value in changes.items() if name in facts}
-        self.trace.add(ev.EngineInit, "bootstrap", **facts)
+        known = {name: changes[name] for name in init.__struct_fields__ if name in changes}
+        self.trace.add(structs.replace(init, **known), "bootstrap")
         ready = recording.ready
         self.engine_ready(settings.num_kvcache_blocks, ready.eos_token_ids, ready.eos_sources or ())
 
     def refused_as_recorded(self, event: ev.RequestRefused) -> None:
         """Tell of a request that was refused; its prompt is not in the trace."""
-        self.trace.add(
-            ev.RequestRefused,
-            "ingress",
-            reason=event.reason,
-            prompt_len=event.prompt_len,
-            need=event.need,
-            have=event.have,
-        )
+        self.trace.add(copy(event), "ingress")

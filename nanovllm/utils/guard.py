@@ -1,0 +1,71 @@
+"""What an observer raises must not end the engine's run: it is said once, and the run goes on.
+
+Knows the names and parameters of an observer's methods. Does not know what they do.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from nanovllm.observer import SILENT, Observer
+
+_UNGUARDED = {"for_workers", "engine_init", "failed"}  # the first two: nothing is lost yet
+# With the method's own parameters: one with *args would cost five times as much at each call.
+_GUARD = """
+def {name}({parameters}):
+    try:
+        observer.{name}({arguments})
+    except Exception as error:
+        fail({name!r}, error)
+"""
+
+
+def guarded(observer: Observer | None) -> Observer:
+    """Let nothing but KeyboardInterrupt, SystemExit and their like out of an observer's methods.
+
+    The first error is said on stderr, and `observer.failed` is told of each. `engine_init` and
+    `for_workers` may raise: the run has not begun.
+
+    Args:
+        observer: None for silence.
+
+    Returns:
+        Another observer, which passes everything on.
+    """
+    if observer is None or type(observer) is Observer:
+        return SILENT
+    guards: dict[str, Any] = {}
+    failed_before: list[str] = []
+
+    def fail(name: str, error: Exception) -> None:
+        with suppress(Exception):  # it may raise as well
+            observer.failed(name, error)
+        if not failed_before:
+            failed_before.append(name)
+            _say(f"{type(observer).__name__}.{name}()", error)
+
+    space: dict[str, Any] = {"observer": observer, "fail": fail}
+    for name, method in vars(Observer).items():
+        if name in _UNGUARDED:
+            guards[name] = getattr(observer, name)
+        elif not name.startswith("_"):
+            names = method.__code__.co_varnames  # its parameters: it does nothing
+            by_name = names[method.__code__.co_argcount :]
+            arguments = ", ".join(f"{one}={one}" if one in by_name else one for one in names[1:])
+            source = _GUARD.format(name=name, parameters=", ".join(names), arguments=arguments)
+            exec(source, space)  # noqa: S102 - made of the names in observer.py
+            guards[name] = space[name]
+    guard: Observer = type("Guard", (Observer,), guards)()
+    return guard
+
+
+def _say(what: str, error: Exception) -> None:
+    with suppress(Exception):  # stderr may be closed, or none
+        sys.stderr.write(
+            f"{''.join(traceback.format_exception(error))}nanovllm: {what} raised this. The run "
+            "goes on, and what the observer tells is not whole. Mend this method, or run without "
+            "the observer. Its later errors are not shown.\n"
+        )

@@ -38,6 +38,7 @@ from support.docs_names import (
     symbol_exists,
     unknown_names,
 )
+from support.every import every
 from support.fake_runner import Settings, make_engine
 
 PAGES = pages()
@@ -57,14 +58,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
-every_english_page = pytest.mark.parametrize("page", ENGLISH, ids=name_of)
-
-
 # -- what the pages show ---------------------------------------------------------------------------
 
 
-@every_page
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
     place = Workplace(tmp_path, language_of(page))
     for command, outcome in place.run_page(page.read_text("utf-8")):
@@ -76,14 +73,14 @@ def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
             assert is_right, f"`make docs-output` takes this over:\n{found}\n\nnot\n\n{shown}"
 
 
-@every_page
+@every("page", PAGES)
 def test_an_excerpt_is_in_its_file(page: Path) -> None:
     for block in blocks_of(page.read_text("utf-8")):
         if block.kind == "py":
             assert missing_lines(block.lines) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_no_block_is_left_unnamed(page: Path) -> None:
     """A block's kind decides how it is checked: a forgotten one would be checked by nobody."""
     kinds = {block.kind for block in blocks_of(page.read_text("utf-8"))}
@@ -93,12 +90,12 @@ def test_no_block_is_left_unnamed(page: Path) -> None:
 # -- what the pages name ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SHARED], ids=name_of)
+@every("page", [*PAGES, *SHARED])
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_a_reader_is_where_the_commands_traces_are(page: Path) -> None:
     """The pages' reader goes to docs/traces once, on the first page, and reads on from there."""
     text = page.read_text("utf-8")
@@ -143,12 +140,12 @@ def test_the_page_of_traces_names_what_other_readers_of_json_stumble_on() -> Non
         assert {name for name in large if name not in prose} == set()
 
 
-@every_page
+@every("page", PAGES)
 def test_names_of_code_exist(page: Path) -> None:
     assert unknown_names(page.read_text("utf-8")) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for command in commands_of(page.read_text("utf-8")):
         words = pipeline(command.line)[0]
@@ -156,7 +153,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert command_exists(" ".join(words)), command.line
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_a_page_is_in_the_sites_navigation(page: Path) -> None:
     assert str(page.relative_to(DOCS / "en")) in SITE.read_text("utf-8")
 
@@ -181,13 +178,13 @@ def test_both_languages_have_the_same_pages() -> None:
     assert len(english) > 20
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_both_languages_have_the_same_headings(page: Path) -> None:
     levels = [level for level, _ in headings(page.read_text("utf-8"))]
     assert [level for level, _ in headings(in_chinese(page).read_text("utf-8"))] == levels
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_both_languages_have_the_same_blocks_and_commands(page: Path) -> None:
     def shape(text: str) -> list[tuple[str, list[str]]]:
         code = {"python", "py", "json", "toml"}
@@ -207,7 +204,7 @@ def _without_comments(lines: list[str]) -> list[str]:
     return [line.partition("  # ")[0] for line in lines]
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_the_chinese_page_is_in_chinese(page: Path) -> None:
     prose = re.sub(r"`[^`]*`|\([^)]*\)", "", prose_of(in_chinese(page).read_text("utf-8")))
     num_chinese = len(re.findall(r"[\u4e00-\u9fff]", prose))

@@ -25,6 +25,7 @@ from nvtrace.envelope import Footer, Header
 from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder, record
+from support.every import every
 from support.fake_runner import make_engine
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import MemoryFile, Run
@@ -56,7 +57,7 @@ def recorded(speak: Callable[[Recorder], object]) -> list[Record]:
 # -- one word in three spellings -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@every("hook", HOOKS)
 def test_the_recorder_overrides_each_hook_with_the_same_parameters(hook: str) -> None:
     assert hook in vars(Recorder)
     ours, theirs = vars(Recorder)[hook], vars(Observer)[hook]

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from support.oracle import Oracle
+
 # Threads that wait sleep instead of spinning: tests must not crawl on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -43,6 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.write_trace(folder / "crowded.jsonl", made.crowded_run())
     made.write_trace(folder / "chunked.jsonl", made.chunked_run())
     return folder
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """A tiny random model without a tokenizer, not to be changed, and transformers' answers."""
+    from support.oracle import Oracle  # noqa: PLC0415 - loads transformers, which few tests need
+
+    return Oracle.create(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

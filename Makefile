@@ -6,12 +6,12 @@
 # make fuzz-reader  broken traces for every command that reads one; FUZZ_ARGS="--count 5000 --seed 7"
 # make bench     time the engine beside transformers on this machine (minutes)
 # make gpu       the tests that need an NVIDIA GPU (make gpu-pair: two)
-# make golden    record the golden trace of the tests anew
-# make exercises record the broken traces of docs/exercises anew
-# make reference write docs/{en,zh}/{events,columns}.md, docs/trace.schema.json from the code
+# make reference after a change, make all that is made from the code (a minute): lists, traces, outputs
+# make golden    a part of it: record the golden trace of the tests anew
+# make exercises a part of it: record the broken traces of docs/exercises anew
+# make docs-output  a part of it: run the docs' commands, and put what they print into the pages
 # make docs      build the docs as a site, in build/site
 # make notebooks run the notebooks, and write them with their outputs
-# make docs-output  run the docs' commands, and put what they print into the pages
 # make tiny-model  train the tiny Qwen3 anew (minutes on a GPU)
 # make clean     remove what all of this made
 PYTHON ?= python3
@@ -84,9 +84,13 @@ golden: $(VENV)/.dev
 exercises: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.faults
 
-# docs/{en,zh}/{events,columns}.md and docs/trace.schema.json, made from the code.
+# All that is made from the code: words that the catalogs lack, docs/{en,zh}/{events,columns}.md,
+# docs/trace.schema.json, the traces, the outputs. Look at the difference.
 reference: $(VENV)/.dev
-	$(BIN)/python -m nvtrace.reference docs
+	$(BIN)/python -m nvtrace.reference docs trace/nvtrace/catalog
+	$(MAKE) golden
+	$(MAKE) exercises
+	$(MAKE) docs-output
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml

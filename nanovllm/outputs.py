@@ -87,15 +87,15 @@ class StreamOutput(TypedDict):
     error: str | None
 
 
-def finished_output(seq: Sequence, text: str) -> RequestOutput:
-    """The output of a request that has ended."""
-    reason = str(seq.finish_reason)
+def request_output(seq: Sequence, text: str = "") -> RequestOutput:
+    """What a request has got: all of it, once the request has ended."""
+    reason = seq.finish_reason
     return RequestOutput(
         seq_id=seq.seq_id,
         text=text,
         token_ids=seq.completion_token_ids,
         logprobs=None if seq.logprobs is None else list(seq.logprobs),
-        finish_reason=_FINISH_REASONS[reason],
+        finish_reason=None if reason is None else _FINISH_REASONS[reason],
         reason=reason,
         num_prompt_tokens=seq.num_prompt_tokens,
         error=None,
@@ -116,22 +116,7 @@ def refused_output(num_prompt_tokens: int, error: RequestRefusedError) -> Reques
     )
 
 
-def stream_output(seq: Sequence, delta: str, index: int | None) -> StreamOutput:
-    """What is new in a request that was queued."""
-    reason = seq.finish_reason
-    return StreamOutput(
-        seq_id=seq.seq_id,
-        index=index,
-        delta=delta,
-        token_ids=seq.completion_token_ids,
-        logprobs=None if seq.logprobs is None else list(seq.logprobs),
-        finish_reason=None if reason is None else _FINISH_REASONS[reason],
-        reason=reason,
-        error=None,
-    )
-
-
-def refused_stream_output(index: int, refused: RequestOutput) -> StreamOutput:
-    """The only output of a request that was never queued."""
-    facts = {name: refused[name] for name in StreamOutput.__annotations__ if name in refused}
-    return cast("StreamOutput", {"index": index, "delta": "", **facts})
+def stream_output(output: RequestOutput, delta: str, index: int | None) -> StreamOutput:
+    """What is new in a request that has got `output` by now."""
+    facts = {**output, "delta": delta, "index": index}
+    return cast("StreamOutput", {name: facts[name] for name in StreamOutput.__annotations__})

@@ -67,3 +67,8 @@ class SamplingParams:
             keep("logprobs", whole_number("logprobs", self.logprobs, at_least=0, below=2**31))
         keep("top_k", optional("top_k", self.top_k, at_least=1, below=2**31))
         keep("seed", optional("seed", self.seed, at_least=0, below=2**64))
+
+    @property
+    def is_filtered(self) -> bool:
+        """Is a token drawn among some of the vocabulary only, by top_k or top_p?"""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)

@@ -610,7 +610,7 @@ def test_a_model_fits_to_the_last_byte(good: Path) -> None:
 def test_a_model_larger_than_the_memory_is_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "cpu_memory", lambda: (10_000, 10_000))
+    monkeypatch.setattr(model_runner, "device_memory", lambda _device: (10_000, 10_000))
     with pytest.raises(ModelConfigError, match=r"does not fit: \d+ parameters .* hidden_size=64"):
         make_llm(good)
 

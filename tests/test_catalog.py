@@ -14,15 +14,13 @@ import pytest
 from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, Catalog, Language, load_catalog
 from nvtrace.events import Event, codes_of
-from nvtrace.reference import RECORD_TYPES
+from nvtrace.reference import NOT_TRANSLATED, RECORD_TYPES
 from nvtrace.scenarios import SCENARIOS
 from support.every import every
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# These are told by their own name in every language: the phases are the article's words.
-_NOT_TRANSLATED = {"phase", "previous", "status"}
 ALL_FRAMES = FRAMES | ANALYSES
 _ENVELOPE = {field.name for field in msgspec.structs.fields(Event)}
 
@@ -37,7 +35,7 @@ def codes_of_all_records() -> Iterator[tuple[str, str, str]]:
     """(record, field, code) of every known code in the format."""
     for tag, struct in RECORD_TYPES.items():
         for field in msgspec.structs.fields(struct):
-            if field.name not in _NOT_TRANSLATED:
+            if field.name not in NOT_TRANSLATED:
                 for code in codes_of(field.type):
                     yield tag, field.name, code
 

@@ -22,7 +22,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import POLICIES
 from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS, make_attention_backend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.parallel.tensor_parallel import ALONE, BACKENDS
+from nanovllm.parallel.tensor_parallel import BACKENDS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import find_destinations
 from nanovllm.utils.model_config import ModelConfig
@@ -424,7 +424,7 @@ def test_what_is_known_of_a_model_and_of_ranks_is_what_the_engine_knows() -> Non
         sizes |= {"intermediate_size": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
         model = replace(FAKE_MODEL, tie_word_embeddings=is_tied, **sizes)
         with torch.device("meta"):
-            made = Qwen3ForCausalLM(model, make_attention_backend("sdpa"), ALONE, 8)
+            made = Qwen3ForCausalLM(model, make_attention_backend("sdpa"))
         num_keys = len(find_destinations(made))
         assert weights_of(dataclasses.asdict(model)) == (num_keys, model.num_parameters)
 

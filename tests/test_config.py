@@ -15,9 +15,9 @@ import pytest
 from nanovllm import LLM, Observer
 from nanovllm.config import Config
 from nanovllm.engine import kv_cache
-from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, GIB, KVBudget
+from nanovllm.engine.kv_cache import CPU_KV_CACHE_LIMIT, KVBudget
 from nanovllm.errors import KVCacheError, RequestRefusedError
-from nanovllm.utils import devices
+from nanovllm.utils.devices import GIB, cpu_memory
 from nanovllm.utils.model_config import ModelConfig
 from nvtrace.envelope import Footer, Header
 from nvtrace.reader import read_trace
@@ -267,7 +267,7 @@ def start(folder: Path, **options: Any) -> tuple[LLM, KVBudget]:  # noqa: ANN401
 @pytest.fixture
 def set_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def set_to(total: int, free: int) -> None:
-        monkeypatch.setattr(kv_cache, "cpu_memory", lambda: (total, free))
+        monkeypatch.setattr(kv_cache, "device_memory", lambda _device: (total, free))
 
     return set_to
 
@@ -352,6 +352,6 @@ def test_more_pages_than_any_machine_gives_are_an_error_that_says_what_to_do(
 
 
 def test_this_machines_memory_is_a_plausible_number() -> None:
-    total, free = devices.cpu_memory()
+    total, free = cpu_memory()
     assert 0 <= free <= total
     assert total > GIB // 4

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.kv_cache import GIB, StepMemory, estimate_budget
+from nanovllm.engine.kv_cache import StepMemory, estimate_budget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import KVCacheError
 from nanovllm.gpu.cuda_graphs import (
@@ -22,8 +22,10 @@ from nanovllm.gpu.cuda_graphs import (
 from nanovllm.gpu.foresight import Foresight
 from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import largest_prefill
-from nanovllm.parallel.tensor_parallel import TensorParallel
+from nanovllm.parallel.ranks import Ranks
+from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.devices import GIB
 from support.fake_runner import FAKE_MODEL
 
 if TYPE_CHECKING:
@@ -130,8 +132,9 @@ def test_the_made_up_prefill_fills_a_step(options: dict[str, int], shape: tuple[
 
 def budget_of(config: Config, model: ModelConfig, step: StepMemory) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.engine.kv_cache.gpu_memory", lambda _device: (100 * GIB, 90 * GIB))
-        budget = estimate_budget(config, model, torch.bfloat16, TensorParallel(), step_memory=step)
+        memory = (100 * GIB, 90 * GIB)
+        patch.setattr("nanovllm.engine.kv_cache.device_memory", lambda _device: memory)
+        budget = estimate_budget(config, model, torch.bfloat16, Ranks(ALONE), step)
     assert budget.rule == "gpu_measured"
     assert budget.limit_bytes is None
     return budget.available_bytes, budget.num_blocks

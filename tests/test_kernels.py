@@ -40,6 +40,7 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler, SamplingTensors
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -545,15 +546,9 @@ def test_prefill_attention_is_the_plain_one_from_pages_and_in_one_piece(
 
 
 def sampling(temperatures: list[float], seed: int) -> SamplingTensors:
-    num_rows = len(temperatures)
-    return SamplingTensors.from_lists(
-        temperatures=temperatures,
-        top_ks=[None] * num_rows,
-        top_ps=[1.0] * num_rows,
-        seeds=[seed + row for row in range(num_rows)],
-        positions=list(range(num_rows)),
-        device="cuda",
-    )
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    positions = range(len(params))
+    return SamplingTensors.from_lists(params, [seed + row for row in positions], positions, "cuda")
 
 
 @pytest.mark.gpu
@@ -566,7 +561,7 @@ def test_sample_draws_the_plain_samplers_tokens(
 ) -> None:
     logits = normal(num_rows, vocab_size, dtype=dtype, scale=3.0)
     logits[-1, 7] = logits[-1, 4321] = logits[-1].max() + 1  # a tie
-    some = [0.6, 1.0, 0.0, 1e-60, 1e300, 0.01]
+    some = [0.6, 1.0, 0.0, 1e-60, 1e6, 0.01]
     params = sampling([some[row % 6] for row in range(num_rows - 1)] + [0.0], 11)
     token_ids, is_finite = kernel("sampler", "sample")(
         logits, params.temperatures, params.is_greedy, params.noise_keys

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.linear import Linear, QKVLinear, RowLinear
+from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.utils.threads import is_worth_sharing, threads_for
@@ -27,8 +27,12 @@ def filled(layer: Linear) -> Linear:
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 33, 200])
 @pytest.mark.parametrize(
     "make",
-    [lambda: Linear(48, 130), lambda: QKVLinear(64, 4, 2, 16), lambda: RowLinear(96, 40, ALONE)],
-    ids=["linear", "qkv", "row"],
+    [
+        lambda: Linear(48, 130),
+        lambda: PackedLinear(64, {"q_proj": ALONE.split(0, 64), "k_proj": ALONE.split(0, 32)}),
+        lambda: RowLinear(96, 40, ALONE),
+    ],
+    ids=["linear", "several", "row"],
 )
 def test_a_packed_weight_multiplies_as_the_plain_one(
     make: Callable[[], Linear], num_tokens: int

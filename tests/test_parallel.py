@@ -28,6 +28,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel.interrupts import interrupts_deferred
 from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.model_config import ModelConfig
@@ -224,8 +225,8 @@ def test_a_world_of_one_has_no_group_and_its_collectives_do_nothing() -> None:
 def test_ranks_on_one_machine_share_the_room_for_pages(plain: Oracle) -> None:
     config = Config.create(plain.folder, {"kvcache_block_size": 16})
     model = replace(ModelConfig.from_folder(plain.folder), num_key_value_heads=4)
-    alone = estimate_budget(config, model, torch.float32)
-    halves = estimate_budget(config, model, torch.float32, TensorParallel(0, 2), 2)
+    alone = estimate_budget(config, model, torch.float32, Ranks(ALONE))
+    halves = estimate_budget(config, model, torch.float32, Ranks(TensorParallel(0, 2), 2))
     assert (alone.num_kv_heads, halves.num_kv_heads) == (4, 2)
     assert halves.block_bytes * 2 == alone.block_bytes
     assert halves.limit_bytes is not None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tomllib
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,25 @@ import msgspec
 import pytest
 
 import nanovllm
+import nvtrace.catalog
 from nanovllm.observer import Observer
 from nvtrace.analysis.columns import ANALYSES, FRAMES
-from nvtrace.catalog import load_catalog
-from nvtrace.events import EVENT_TYPES, Event
-from nvtrace.reference import RECORD_TYPES, describe, documents, main, trace_schema, type_name
+from nvtrace.catalog import LANGUAGES, load_catalog
+from nvtrace.events import EVENT_TYPES, Event, Preempt
+from nvtrace.reference import (
+    RECORD_TYPES,
+    add_missing_words,
+    describe,
+    documents,
+    main,
+    trace_schema,
+    type_name,
+)
 from nvtrace.source import calls_of, definition_of, hook_of
 from support.every import every
 
 DOCS = Path(__file__).parents[1] / "docs"
+CATALOGS = Path(nvtrace.catalog.__file__).parent
 
 
 @pytest.mark.parametrize("name", documents())
@@ -62,6 +75,44 @@ def test_the_tool_writes_all_documents(tmp_path: Path, capsys: pytest.CaptureFix
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.relative_to(tmp_path).as_posix() for path in files} == set(documents())
     assert capsys.readouterr().out.count("\n") == len(documents()) == 5
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_words_that_a_catalog_lacks_are_made_from_the_structs(
+    language: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source in CATALOGS.glob("*.toml"):
+        shutil.copy(source, tmp_path)
+    file = tmp_path / f"{language}.toml"
+    whole = file.read_text("utf-8")
+    assert add_missing_words(file) == []
+    assert file.read_text("utf-8") == whole
+
+    cut = re.sub(r"\[events\.PREEMPT\]\n(.+\n)*", "", whole)
+    cut = re.sub(r"^(for_seq_id|num_blocks_freed|no_blocks) = .*\n", "", cut, flags=re.MULTILINE)
+    cut = re.sub(r"\[events\.STATE_TRANSITION\.codes\.reason\]\n(.+\n)*", "", cut)
+    file.write_text(cut, "utf-8")
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    assert main([str(folder), str(tmp_path)]) == 0
+
+    events = tomllib.loads(file.read_text("utf-8"))["events"]
+    meaning = " ".join((Preempt.__doc__ or "").split())
+    assert events["PREEMPT"] == {
+        "title": meaning[0].lower() + meaning[1:-1],
+        "when": "prefill, decode, mixed",
+        "meaning": meaning,
+        "fields": {"for_seq_id": "for seq id", "num_blocks_freed": "number of blocks freed"},
+    }
+    assert events["ADMISSION_STOP"]["codes"]["reason"]["no_blocks"] == "no blocks"
+    assert events["STATE_TRANSITION"]["codes"]["reason"]["max_tokens"] == "max tokens"
+    lines = file.read_text("utf-8").splitlines()
+    changes = [*unified_diff(cut.splitlines(), lines, n=0, lineterm="")][2:]
+    assert {change[0] for change in changes} == {"@", "+"}
+    printed = capsys.readouterr().out
+    assert f"{file}: " in printed
+    assert "    events.PREEMPT.fields.for_seq_id\n" in printed
+    assert add_missing_words(file) == []
 
 
 def test_the_tool_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

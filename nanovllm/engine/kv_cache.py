@@ -19,22 +19,19 @@ for that rank's heads; so the rank with the least room decides how many blocks t
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nanovllm.errors import KVCacheError
-from nanovllm.parallel.tensor_parallel import ALONE
-from nanovllm.utils.devices import cpu_memory, gpu_memory
+from nanovllm.utils.devices import GIB, device_memory, no_block_fits, too_many_blocks
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.parallel.tensor_parallel import TensorParallel
+    from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
 
-GIB = 1024**3
 CPU_KV_CACHE_LIMIT = 2 * GIB
 
 
@@ -87,9 +84,7 @@ def estimate_budget(
     config: Config,
     model: ModelConfig,
     dtype: torch.dtype,
-    parallel: TensorParallel = ALONE,
-    num_local_ranks: int = 1,
-    *,
+    ranks: Ranks,
     step_memory: StepMemory | None = None,
 ) -> KVBudget:
     """Work out how many blocks this rank has room for.
@@ -98,65 +93,46 @@ def estimate_budget(
         config: the engine's settings, resolved.
         model: the checkpoint's shape.
         dtype: of the keys and values.
-        parallel: which of the KV heads are this rank's.
-        num_local_ranks: how many ranks share this machine's memory.
+        ranks: which of the KV heads are this rank's, and how many ranks share this machine.
         step_memory: what a warm-up on a GPU showed; None on a CPU.
 
     Raises:
         KVCacheError: not one block fits.
     """
-    is_gpu = step_memory is not None
-    total, free = gpu_memory(parallel.device) if is_gpu else cpu_memory()
+    total, free = device_memory(ranks.parallel.device)
     used = total - free
-    num_kv_heads, head_dim = parallel.num_heads(model.num_key_value_heads), model.head_dim
-    per_token = 2 * model.num_hidden_layers * num_kv_heads * head_dim * dtype.itemsize
+    num_kv_heads = ranks.parallel.num_heads(model.num_key_value_heads)
+    per_token = 2 * model.num_hidden_layers * num_kv_heads * model.head_dim * dtype.itemsize
     block_bytes = config.kvcache_block_size * per_token
-    room = int(total * config.gpu_memory_utilization) - used
-    step_bytes = 0
-    if step_memory is not None:
-        step_bytes = step_memory.peak_bytes - step_memory.current_bytes
-        step_bytes += step_memory.graph_pool_bytes
-        available = room - step_bytes
+    available = int(total * config.gpu_memory_utilization) - used
+    rule: Literal["cpu_bounded", "gpu_measured", "given"] = "cpu_bounded"
+    if step_memory is None:
+        available = min(available, CPU_KV_CACHE_LIMIT) // ranks.num_local_ranks
     else:
-        available = min(room, CPU_KV_CACHE_LIMIT) // num_local_ranks
-    num_blocks = config.num_kvcache_blocks or max(available, 0) // block_bytes
-    if num_blocks == 0:
-        a_steps = f" - {step_bytes / GIB:.2f} GiB for a step's own tensors" if is_gpu else ""
-        page_bytes = block_bytes * (1 if is_gpu else num_local_ranks)
-        enough = math.ceil(1000 * (used + step_bytes + page_bytes) / total) / 1000
-        can_raise = enough <= 1 and (is_gpu or page_bytes <= CPU_KV_CACHE_LIMIT)
-        raising = f"raise gpu_memory_utilization to {enough:g}, " if can_raise else ""
-        lowering = "lower max_num_batched_tokens, " if is_gpu else ""
-        lowering += "lower kvcache_block_size, " if available > 0 else ""
-        raise KVCacheError(
-            f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
-            f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use (by all programs)"
-            f"{a_steps} leaves {available / GIB:.2f} GiB, and a page of "
-            f"{config.kvcache_block_size} tokens takes {block_bytes / GIB:.3f} GiB; free some "
-            f"memory, {raising}{lowering}or set num_kvcache_blocks"
-        )
-    rule: Literal["cpu_bounded", "gpu_measured", "given"]
-    rule = "gpu_measured" if is_gpu else "cpu_bounded"
-    return KVBudget(
+        rule = "gpu_measured"
+        available -= step_memory.peak_bytes - step_memory.current_bytes
+        available -= step_memory.graph_pool_bytes
+    budget = KVBudget(
         rule=rule if config.num_kvcache_blocks is None else "given",
         total_bytes=total,
         free_bytes=free,
         used_bytes=used,
-        peak_bytes=None if step_memory is None else step_memory.peak_bytes,
-        current_bytes=None if step_memory is None else step_memory.current_bytes,
-        graph_pool_bytes=None if step_memory is None else step_memory.graph_pool_bytes,
+        **({} if step_memory is None else dataclasses.asdict(step_memory)),
         utilization=config.gpu_memory_utilization,
-        limit_bytes=None if is_gpu else CPU_KV_CACHE_LIMIT,
-        num_local_ranks=num_local_ranks,
+        limit_bytes=CPU_KV_CACHE_LIMIT if step_memory is None else None,
+        num_local_ranks=ranks.num_local_ranks,
         available_bytes=available,
         num_layers=model.num_hidden_layers,
         block_size=config.kvcache_block_size,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=model.head_dim,
         dtype_bytes=dtype.itemsize,
         block_bytes=block_bytes,
-        num_blocks=num_blocks,
+        num_blocks=config.num_kvcache_blocks or max(available, 0) // block_bytes,
     )
+    if budget.num_blocks == 0:
+        raise no_block_fits(budget)
+    return budget
 
 
 def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -169,14 +145,10 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         *(2, budget.num_layers, budget.num_blocks),
         *(budget.block_size, budget.num_kv_heads, budget.head_dim),
     )
-    size = budget.num_blocks * budget.block_bytes
-    refusal = KVCacheError(
-        f"the {budget.num_blocks} KV pages take {size / GIB:.2f} GiB, which {device} does not "
-        "give: lower num_kvcache_blocks"
-    )
-    if size > budget.total_bytes:  # a CPU would allocate them, and fail when they are used
-        raise refusal
+    # A CPU would allocate more than it has, and fail when it is used.
+    if budget.num_blocks * budget.block_bytes > budget.total_bytes:
+        raise too_many_blocks(budget, device)
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        raise refusal from error
+        raise too_many_blocks(budget, device) from error

@@ -19,20 +19,13 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
 from nanovllm.observer import SILENT
-from nanovllm.outputs import (
-    RequestOutput,
-    StreamOutput,
-    finished_output,
-    refused_output,
-    refused_stream_output,
-    stream_output,
-)
-from nanovllm.utils.input_processor import InputProcessor
+from nanovllm.outputs import refused_output, request_output, stream_output
+from nanovllm.utils.input_processor import InputProcessor, check_fits
 from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
     from collections.abc import Sequence as Seq
 
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +34,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.core import Runner
     from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
     from nanovllm.observer import Observer
+    from nanovllm.outputs import RequestOutput, StreamOutput
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.input_processor import Request
     from nanovllm.utils.model_config import ModelConfig
@@ -82,6 +76,7 @@ class LLMEngine:
         self.config = config
         self.observer = observer
         self.eos_token_ids = eos_token_ids
+        self.max_positions = model_config.max_position_embeddings
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(tokenizer, model_config.vocab_size)
         self.output_processor = OutputProcessor(tokenizer)
@@ -99,7 +94,6 @@ class LLMEngine:
             eos_token_ids=eos_token_ids,
             observer=observer,
             policy=POLICIES[config.policy],
-            max_positions=model_config.max_position_embeddings,
         )
         self.core = EngineCore(self.scheduler, runner, self.output_processor.process, observer)
         self.requests: dict[int, Sequence] = {}  # not yet ended
@@ -182,11 +176,7 @@ class LLMEngine:
             RuntimeError: requests are unfinished; their blocks cannot be taken from them.
         """
         with self._turn:
-            if not self.is_finished():
-                raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished and may use cached pages: run "
-                    "step() until is_finished(), or abort() them, before reset_prefix_cache()"
-                )
+            self._check_finished("reset_prefix_cache()")
             self.scheduler.block_manager.reset_prefix_cache()
 
     # -- all at once -----------------------------------------------------------------------------
@@ -219,10 +209,16 @@ class LLMEngine:
             num_prompts = len(requests)
             self.observer.generate_start(num_prompts)
             with self._recovering(), progress_bar(num_prompts, shows=use_tqdm) as advance:
-                outputs = self._run(requests, advance)
-            num_outputs = len(outputs)
-            self.observer.generate_finish(num_outputs)
-        return outputs
+                place_of, outputs = self._enqueue_all(requests)
+                advance(len(outputs))
+                while not self.is_finished():
+                    finished = self.step()
+                    outputs.update((place_of[output.seq_id], output) for output in finished)
+                    advance(len(finished))
+            self.observer.generate_finish(num_prompts)
+        for place, (token_ids, _, text) in enumerate(requests):
+            outputs[place].prompt, outputs[place].prompt_token_ids = text, token_ids
+        return [outputs[place] for place in range(num_prompts)]
 
     def stream(
         self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
@@ -249,17 +245,6 @@ class LLMEngine:
             requests = self.input_processor.batch(prompts, sampling_params)
         return self._by_turns(self._stream(requests))
 
-    def _run(self, requests: list[Request], advance: Callable[[int], Any]) -> list[RequestOutput]:
-        place_of, outputs = self._enqueue_all(requests)
-        advance(len(outputs))
-        while not self.is_finished():
-            finished = self.step()
-            outputs.update((place_of[output.seq_id], output) for output in finished)
-            advance(len(finished))
-        for place, (token_ids, _, text) in enumerate(requests):
-            outputs[place].prompt, outputs[place].prompt_token_ids = text, token_ids
-        return [outputs[place] for place in range(len(requests))]
-
     def _by_turns(self, stream: Stream) -> Stream:
         """The same outputs; other threads may use the engine between two of them."""
         try:
@@ -277,19 +262,25 @@ class LLMEngine:
         self._check_idle()
         num_prompts = len(requests)
         self.observer.generate_start(num_prompts)
-        with self.output_processor.streaming(), self._aborting_the_rest():
-            place_of, refused = self._enqueue_all(requests)
-            num_outputs = len(refused)
-            for place, output in refused.items():
-                yield refused_stream_output(place, output)
-            while not self.is_finished() or self.output_processor.has_news:
-                self.step()  # does nothing if an abort() is the only news
-                news = self.output_processor.take_news()
-                # Made before the first is yielded: what happens during a yield comes next time.
-                new_outputs = [stream_output(*item, place_of.get(item[0].seq_id)) for item in news]
-                for new_output in new_outputs:
-                    num_outputs += new_output["finish_reason"] is not None
-                    yield new_output
+        with self.output_processor.streaming():
+            try:
+                place_of, refused = self._enqueue_all(requests)
+                num_outputs = len(refused)
+                for place, output in refused.items():
+                    yield stream_output(output, "", place)
+                while not self.is_finished() or self.output_processor.news:
+                    self.step()  # does nothing if an abort() is the only news
+                    # Made before the first is yielded: what happens during a yield comes next time.
+                    news = [
+                        stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
+                        for seq, delta in self.output_processor.take_news()
+                    ]
+                    for new in news:
+                        num_outputs += new["finish_reason"] is not None
+                        yield new
+            finally:  # closed before its end: abort the rest
+                for seq_id in [*self.requests]:
+                    self.abort(seq_id)
         self.observer.generate_finish(num_outputs)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -302,33 +293,25 @@ class LLMEngine:
         except BaseException as error:
             if error is not self._handled:  # not handled by an inner _recovering
                 self._handled = error
-                self._recover(error)
+                seqs = list(self.requests.values())
+                self.requests.clear()
+                self.output_processor.reset(seqs)
+                try:  # an observer may raise as well: reset all the same
+                    self.observer.engine_error(error)
+                finally:
+                    self.scheduler.reset(seqs)
             raise
-
-    def _recover(self, error: BaseException) -> None:
-        seqs = list(self.requests.values())
-        self.requests.clear()
-        self.output_processor.reset(seqs)
-        try:  # an observer may raise as well: reset all the same
-            self.observer.engine_error(error)
-        finally:
-            self.scheduler.reset(seqs)
-
-    @contextmanager
-    def _aborting_the_rest(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for seq_id in [*self.requests]:
-                self.abort(seq_id)
 
     def _check_idle(self) -> None:
         if self.output_processor.is_streaming:
             raise RuntimeError("a stream() is open: run it to its end or close() it first")
+        self._check_finished("generate() or stream()")
+
+    def _check_finished(self, what: str) -> None:
         if not self.is_finished():
             raise RuntimeError(
-                f"{len(self.requests)} requests from add_request() are unfinished: run step() "
-                "until is_finished(), or abort() them, before generate() or stream()"
+                f"{len(self.requests)} requests are unfinished: run step() until is_finished(), or "
+                f"abort() them, before {what}"
             )
 
     def _enqueue_all(
@@ -337,20 +320,18 @@ class LLMEngine:
         """Returns seq_id -> place among the prompts, and place -> output of those refused."""
         place_of: dict[int | None, int] = {}
         refused: dict[int, RequestOutput] = {}
-        refusal: RequestRefusedError | None = None
         for place, (token_ids, params, _) in enumerate(requests):
             try:
                 place_of[self._enqueue(token_ids, params)] = place
             except RequestRefusedError as error:
-                refusal = error
                 refused[place] = refused_output(len(token_ids), error)
-        if refusal is not None and not place_of:
-            raise refusal
+                if len(refused) == len(requests):
+                    raise
         return place_of, refused
 
     def _enqueue(self, token_ids: list[int], params: SamplingParams) -> int:
         try:
-            self.scheduler.check_request(len(token_ids), params.max_tokens)
+            check_fits(len(token_ids), params.max_tokens, self.scheduler, self.max_positions)
         except RequestRefusedError as error:
             self.observer.request_refused(token_ids, error)
             raise
@@ -371,4 +352,4 @@ class LLMEngine:
         del self.requests[seq.seq_id]
         text = self.output_processor.finish(seq)
         self.observer.request_output(seq, text)
-        return finished_output(seq, text)
+        return request_output(seq, text)

@@ -36,10 +36,11 @@ from nanovllm.gpu.timer import measuring
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.logprobs import sampled_logprobs
 from nanovllm.layers.sampler import Sampler, SamplingTensors
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.devices import cpu_memory, gpu_memory
+from nanovllm.utils.devices import device_memory
 from nanovllm.utils.loader import check_sizes, load_model
 from nanovllm.utils.threads import threads_for
 
@@ -108,20 +109,25 @@ class ModelRunner:
 
     def _load(self, model_config: ModelConfig) -> None:
         check_sizes(self.config.model, model_config)
-        self._check_memory(model_config)
+        longest = self.config.max_model_len
+        # All ranks' memory together must hold the model. Asked before any of it is allocated.
+        num_sharing = 1 if self.device.type == "cuda" else self.ranks.num_local_ranks
+        memory = device_memory(self.device)[0] // num_sharing * self.ranks.parallel.world_size
+        model_config.check_memory(self.config.model, memory, self.dtype.itemsize, longest)
+        # No sequence goes past max_model_len: a table of more positions would waste memory.
+        shape = dataclasses.replace(model_config, max_position_embeddings=longest)
         backend = make_attention_backend(self.config.attention_backend)
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:  # the weights are allocated where they will be used
-                model = Qwen3ForCausalLM(
-                    model_config, backend, self.ranks.parallel, self.config.max_model_len
-                )
+                model = Qwen3ForCausalLM(shape, backend, self.ranks.parallel)
         finally:
             torch.set_default_dtype(before)
         self.model = model.eval()
         loaded = load_model(self.model, self.config.model)
-        self.largest_weight = self.model.largest_weight
+        linears = (m for m in self.model.modules() if isinstance(m, Linear))
+        self.largest_weight = max(linear.weight.numel() for linear in linears)
         self.model.pack()
         self.fused: FusedQwen3 | None = None
         if self.config.fused_kernels:
@@ -130,34 +136,13 @@ class ModelRunner:
             self.fused = FusedQwen3(self.model)
         self.observer.model_weights_loaded(loaded)
 
-    def _check_memory(self, model_config: ModelConfig) -> None:
-        """Can all ranks' memory together hold the model? Asked before any of it is allocated."""
-        parallel = self.ranks.parallel
-        if self.device.type == "cuda":
-            own_bytes = gpu_memory(self.device)[0]
-        else:
-            own_bytes = cpu_memory()[0] // self.ranks.num_local_ranks
-        total_bytes = own_bytes * parallel.world_size
-        num_positions = self.config.max_model_len
-        model_config.check_memory(
-            self.config.model, total_bytes, self.dtype.itemsize, num_positions
-        )
-
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
-        parallel = self.ranks.parallel
-        step_memory = None
-        if self.device.type == "cuda":
-            step_memory = measure_step_memory(self, model_config)
-        budget = estimate_budget(
-            self.config,
-            model_config,
-            self.dtype,
-            parallel,
-            self.ranks.num_local_ranks,
-            step_memory=step_memory,
-        )
+        is_gpu = self.device.type == "cuda"
+        step_memory = measure_step_memory(self, model_config) if is_gpu else None
+        budget = estimate_budget(self.config, model_config, self.dtype, self.ranks, step_memory)
         # A block holds the same tokens on every rank, so the rank with the least room decides.
-        budget = dataclasses.replace(budget, num_blocks=parallel.min(budget.num_blocks))
+        num_blocks = self.ranks.parallel.min(budget.num_blocks)
+        budget = dataclasses.replace(budget, num_blocks=num_blocks)
         self.num_kvcache_blocks = budget.num_blocks
         self.kv_cache = allocate_kv_cache(budget, self.dtype, self.device)
         self.use_kv_cache(self.kv_cache)
@@ -170,12 +155,6 @@ class ModelRunner:
             attention_layers, zip(*kv_cache, strict=True), strict=True
         ):
             layer.k_cache, layer.v_cache = k_cache, v_cache
-
-    def drop_kv_cache(self) -> None:
-        """Take the cache from the layers, so that its memory can be freed."""
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                module.k_cache = module.v_cache = None
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -294,25 +273,14 @@ def sample_tokens(
     found: dict[int, dict[int, float]] = {}
     if ranks.parallel.rank == 0:
         logits = logits.float()
-        token_ids = sampler(logits, sampling_tensors(seqs, logits.device)).tolist()
-        asked = [seq.sampling_params.logprobs for seq in seqs]
-        found = sampled_logprobs(logits, token_ids, asked)
+        params, seeds = [seq.sampling_params for seq in seqs], [seq.seed for seq in seqs]
+        next_positions = [seq.num_tokens for seq in seqs]
+        rows = SamplingTensors.from_lists(params, seeds, next_positions, logits.device)
+        token_ids = sampler(logits, rows).tolist()
+        found = sampled_logprobs(logits, token_ids, [p.logprobs for p in params])
     token_ids, found = ranks.agree((token_ids, found))
     for row, logprobs in found.items():
         kept = seqs[row].logprobs
         if kept is not None:
             kept.append(logprobs)
     return token_ids
-
-
-def sampling_tensors(seqs: list[Sequence], device: torch.device | str = "cpu") -> SamplingTensors:
-    """What the sampler must know of each sequence; the position is that of the next token."""
-    params = [seq.sampling_params for seq in seqs]
-    return SamplingTensors.from_lists(
-        temperatures=[p.temperature for p in params],
-        top_ks=[p.top_k for p in params],
-        top_ps=[p.top_p for p in params],
-        seeds=[seq.seed for seq in seqs],
-        positions=[seq.num_tokens for seq in seqs],
-        device=device,
-    )

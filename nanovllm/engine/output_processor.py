@@ -30,7 +30,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.detokenizers: dict[int, Detokenizer] = {}  # by seq_id
         self.is_streaming = False
-        self._news: dict[int, tuple[Sequence, Detokenizer]] = {}  # since `take_news`, by seq_id
+        self.news: dict[int, tuple[Sequence, Detokenizer]] = {}  # since `take_news`, by seq_id
 
     def add(self, seq: Sequence) -> None:
         """A request was queued."""
@@ -68,10 +68,8 @@ class OutputProcessor:
     def reset(self, seqs: list[Sequence]) -> None:
         """`seqs` were ended by an exception, and no request is left."""
         for seq in seqs:
-            detokenizer = self.detokenizers.get(seq.seq_id)
-            if detokenizer is not None:
-                detokenizer.finish()
-                self._note(seq, detokenizer)
+            if seq.seq_id in self.detokenizers:
+                self.finish(seq)
         self.detokenizers.clear()
 
     # -- streaming -------------------------------------------------------------------------------
@@ -84,19 +82,14 @@ class OutputProcessor:
             yield
         finally:
             self.is_streaming = False
-            self._news.clear()
-
-    @property
-    def has_news(self) -> bool:
-        """May `take_news` have something?"""
-        return bool(self._news)
+            self.news.clear()
 
     def take_news(self) -> list[tuple[Sequence, str]]:
         """The requests that got new text or ended since the last call, each with that text."""
-        news = [(seq, detokenizer.take()) for seq, detokenizer in self._news.values()]
-        self._news.clear()
+        news = [(seq, detokenizer.take()) for seq, detokenizer in self.news.values()]
+        self.news.clear()
         return [(seq, delta) for seq, delta in news if delta or seq.is_finished]
 
     def _note(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         if self.is_streaming:
-            self._news[seq.seq_id] = seq, detokenizer
+            self.news[seq.seq_id] = seq, detokenizer

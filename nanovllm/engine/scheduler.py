@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.policies import Policy, prefill_first
 from nanovllm.engine.sequence import FinishReason, Sequence, SequenceStatus
-from nanovllm.errors import RequestRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container
@@ -44,7 +43,6 @@ class Scheduler:
         max_num_seqs: at most this many sequences run at once.
         max_num_batched_tokens: at most this many tokens are computed in a step.
         max_model_len: prompt and completion together are at most this long.
-        max_positions: how far max_model_len could be raised; None if that is not known.
         eos_token_ids: each of these ends a sequence.
         observer: told of every decision.
         policy: fills a step's batch.
@@ -60,14 +58,12 @@ class Scheduler:
         eos_token_ids: Collection[int],
         observer: Observer,
         policy: Policy = prefill_first,
-        max_positions: int | None = None,
     ) -> None:
         self.policy = policy
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.max_positions = max_positions
         self.eos_token_ids = frozenset(eos_token_ids)
         self.observer = observer
         self.waiting: deque[Sequence] = deque()
@@ -79,41 +75,8 @@ class Scheduler:
 
     # -- arrival ---------------------------------------------------------------------------------
 
-    def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request that could never finish, before it is queued.
-
-        Raises:
-            RequestRefusedError: it is longer than max_model_len or than the whole block pool.
-        """
-        if num_prompt_tokens >= self.max_model_len:
-            longest = self.max_positions
-            advice = " or raise max_model_len"
-            if longest is not None and num_prompt_tokens >= longest:
-                advice = f" or take another model: this one has positions for {longest} tokens"
-            raise RequestRefusedError(
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len="
-                f"{self.max_model_len} bounds prompt and completion together: "
-                f"shorten the prompt{advice}",
-                reason="prompt_too_long",
-                need=num_prompt_tokens + 1,
-                have=self.max_model_len,
-            )
-        # The last token is sampled but never computed: it needs no place in a block.
-        longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
-        need, have = self.block_manager.blocks_for(longest), self.block_manager.num_blocks
-        if need > have:
-            block_size = self.block_manager.block_size
-            raise RequestRefusedError(
-                f"the request may grow to {longest} tokens in the KV cache = {need} pages of "
-                f"{block_size}, but the pool has {have}: lower max_tokens, shorten the "
-                f"prompt, or raise num_kvcache_blocks to {need}",
-                reason="never_fits",
-                need=need,
-                have=have,
-            )
-
     def add(self, seq: Sequence) -> None:
-        """Queue a request that `check_request` did not refuse."""
+        """Queue a request that can finish: `check_fits` (utils/input_processor.py) has seen it."""
         params = seq.sampling_params
         seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len)
         seq.end_token_ids = frozenset(params.stop_token_ids or ())

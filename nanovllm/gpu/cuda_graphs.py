@@ -436,8 +436,7 @@ def why_no_graphs(config: Config, *, is_fused: bool) -> str | None:
 def is_sampled_in_graph(seq: Sequence) -> bool:
     """Can a graph draw this sequence's tokens, without anybody seeing the logits?"""
     params = seq.sampling_params
-    is_cut = params.temperature > 0 and (bool(params.top_k) or params.top_p < 1)
-    return not is_cut and params.logprobs is None
+    return not params.is_filtered and params.logprobs is None
 
 
 def _copy(typecode: str, values: list[int] | list[float], destination: Tensor) -> None:

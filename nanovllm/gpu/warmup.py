@@ -20,8 +20,10 @@ import torch
 
 from nanovllm.engine.kv_cache import StepMemory
 from nanovllm.gpu.cuda_graphs import make_decode_graphs, why_no_graphs
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import SamplingTensors
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -78,7 +80,9 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         graph_pool_bytes = torch.cuda.max_memory_allocated(device) - before
         del graphs
     if runner.fused is not None:
-        runner.drop_kv_cache()
+        for module in runner.model.modules():  # the page's memory is free from here on
+            if isinstance(module, Attention):
+                module.k_cache = module.v_cache = None
     torch.cuda.empty_cache()
     return StepMemory(peak_bytes, current_bytes, graph_pool_bytes)
 
@@ -107,12 +111,5 @@ def _prefill(runner: ModelRunner, num_seqs: int, seq_len: int) -> torch.Tensor:
 def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
     """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
     num_rows = len(logits)
-    params = SamplingTensors.from_lists(
-        temperatures=[1.0] * num_rows,
-        top_ks=[2] * num_rows,
-        top_ps=[0.5] * num_rows,
-        seeds=[0] * num_rows,
-        positions=[0] * num_rows,
-        device=logits.device,
-    )
-    runner.sampler(logits, params)
+    params, zeros = [SamplingParams(top_k=2, top_p=0.5)] * num_rows, [0] * num_rows
+    runner.sampler(logits, SamplingTensors.from_lists(params, zeros, zeros, logits.device))

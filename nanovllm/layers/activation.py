@@ -1,6 +1,6 @@
 """SiluAndMul: the gate of the MLP.
 
-Knows that its input is two halves side by side, as `GateUpLinear` leaves them.
+Knows that its input is two halves side by side, as Qwen3's `gate_up_proj` leaves them.
 """
 
 from __future__ import annotations

@@ -64,19 +64,16 @@ class Attention(nn.Module):
         """
         context = get_context()
         k_cache, v_cache = self.k_cache, self.v_cache
-        if k_cache is None or v_cache is None:
-            if context.phase == "decode" or context.block_tables is not None:
-                raise RuntimeError(
-                    "This step reads the KV cache, but the layer has none: "
-                    "set k_cache and v_cache of every Attention first."
+        if k_cache is not None and v_cache is not None:
+            self.backend.write_kv(k, v, k_cache, v_cache, context.slot_mapping)
+            if context.phase == "decode":
+                return self.backend.decode(
+                    q, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
                 )
-            return self.backend.prefill(
-                q, k, v, k_cache=None, v_cache=None, scale=self.scale, context=context
-            )
-        self.backend.write_kv(k, v, k_cache, v_cache, context.slot_mapping)
-        if context.phase == "decode":
-            return self.backend.decode(
-                q, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
+        elif context.phase == "decode" or context.block_tables is not None:
+            raise RuntimeError(
+                "This step reads the KV cache, but the layer has none: "
+                "set k_cache and v_cache of every Attention first."
             )
         return self.backend.prefill(
             q, k, v, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context

@@ -15,7 +15,7 @@ managed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,40 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.layers.context import Context
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """One sequence of a prefill.
-
-    Attributes:
-        begin: its first row among the step's new tokens.
-        end: the row after its last.
-        slots: (context_len,) int64, where its context lies; None if the new tokens are all of it.
-        mask: (num_new_tokens, context_len) bool, True where a query sees a key; None if no table
-            is needed: nothing is cached (plain causal), or the one query there is sees all.
-    """
-
-    begin: int
-    end: int
-    slots: Tensor | None
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """All sequences of a decode, padded to the longest context.
-
-    Attributes:
-        slots: (num_seqs * max_context_len,) int64, one sequence's context after another. Past its
-            end a sequence repeats its last slot: that one holds numbers, but memory that was never
-            written may hold NaN (and a masked NaN still makes the sum NaN).
-        mask: (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if all
-            contexts are equally long.
-    """
-
-    slots: Tensor
-    mask: Tensor | None
 
 
 class SdpaBackend:
@@ -85,21 +51,20 @@ class SdpaBackend:
         context: Context,
     ) -> Tensor:
         """Attend one sequence after another, each to its own context."""
-        if not isinstance(context.plan, list):
+        if context.plan is None:
             context.plan = _plan_prefill(context, None if k_cache is None else k_cache.shape[1])
         output = torch.empty_like(q)
-        for span in context.plan:
-            if span.slots is None or k_cache is None or v_cache is None:
-                keys, values = k[span.begin : span.end], v[span.begin : span.end]
-            else:
-                keys = _as_slots(k_cache).index_select(0, span.slots)
-                values = _as_slots(v_cache).index_select(0, span.slots)
-            output[span.begin : span.end] = scaled_dot_product_attention(
-                q[span.begin : span.end].transpose(0, 1).unsqueeze(0),  # (1, heads, new, head_dim)
-                keys.transpose(0, 1).unsqueeze(0),  # (1, kv_heads, context_len, head_dim)
+        for rows, slots, mask in context.plan:
+            keys, values = k[rows], v[rows]
+            if slots is not None and k_cache is not None and v_cache is not None:
+                keys = _as_slots(k_cache).index_select(0, slots)
+                values = _as_slots(v_cache).index_select(0, slots)
+            output[rows] = scaled_dot_product_attention(
+                q[rows].transpose(0, 1).unsqueeze(0),  # (1, num_heads, num_new, head_dim)
+                keys.transpose(0, 1).unsqueeze(0),  # (1, num_kv_heads, context_len, head_dim)
                 values.transpose(0, 1).unsqueeze(0),
-                attn_mask=span.mask,
-                is_causal=span.slots is None,
+                attn_mask=mask,
+                is_causal=slots is None,
                 scale=scale,
                 enable_gqa=True,
             )[0].transpose(0, 1)
@@ -109,17 +74,17 @@ class SdpaBackend:
         self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
     ) -> Tensor:
         """Attend all sequences at once, through one gather of all contexts."""
-        if not isinstance(context.plan, DecodePlan):
+        if context.plan is None:
             context.plan = _plan_decode(context, k_cache.shape[1], q.dtype)
-        plan = context.plan
+        slots, mask = context.plan
         gathered = (q.shape[0], context.max_seqlen_k, *k_cache.shape[2:])
-        keys = _as_slots(k_cache).index_select(0, plan.slots).view(gathered)
-        values = _as_slots(v_cache).index_select(0, plan.slots).view(gathered)
+        keys = _as_slots(k_cache).index_select(0, slots).view(gathered)
+        values = _as_slots(v_cache).index_select(0, slots).view(gathered)
         output = scaled_dot_product_attention(
             q.unsqueeze(2),  # (num_seqs, num_heads, 1, head_dim)
             keys.transpose(1, 2),  # (num_seqs, num_kv_heads, max_context_len, head_dim)
             values.transpose(1, 2),
-            attn_mask=plan.mask,
+            attn_mask=mask,
             scale=scale,
             enable_gqa=True,
         )
@@ -137,28 +102,45 @@ def _slots(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     return blocks * block_size + positions % block_size
 
 
-def _plan_prefill(context: Context, block_size: int | None) -> list[PrefillSpan]:
-    spans = []
+def _plan_prefill(
+    context: Context, block_size: int | None
+) -> list[tuple[slice, Tensor | None, Tensor | None]]:
+    """Plan each sequence of a prefill.
+
+    Returns:
+        Of each sequence, its rows among the step's new tokens; the slots of its context,
+        (context_len,) int64, or None if the new tokens are all of it; and (num_new, context_len)
+        bool, True where a query sees a key, or None if no table is needed: nothing is cached (plain
+        causal), or the one query there is sees all.
+    """
+    plan = []
     device = context.cu_seqlens_q.device
-    begins, context_begins = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
-    for row in range(len(begins) - 1):
-        begin, end = begins[row], begins[row + 1]
-        num_new = end - begin
-        context_len = context_begins[row + 1] - context_begins[row]
-        if num_new == context_len or context.block_tables is None or block_size is None:
-            spans.append(PrefillSpan(begin, end, slots=None, mask=None))
-            continue
-        positions = torch.arange(context_len, device=device).unsqueeze(0)
-        slots = _slots(context.block_tables[row : row + 1], positions, block_size)[0]
-        mask = None
-        if num_new > 1:  # the new tokens are the last: the diagonal ends in the lower right corner
-            mask = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
-            mask = mask.tril(diagonal=context_len - num_new)
-        spans.append(PrefillSpan(begin, end, slots, mask))
-    return spans
+    context_lens = context.cu_seqlens_k.diff().tolist()
+    for seq, (begin, end) in enumerate(pairwise(context.cu_seqlens_q.tolist())):
+        num_new, context_len = end - begin, context_lens[seq]
+        slots = mask = None
+        if num_new < context_len and context.block_tables is not None and block_size is not None:
+            positions = torch.arange(context_len, device=device).unsqueeze(0)
+            slots = _slots(context.block_tables[seq : seq + 1], positions, block_size)[0]
+            if num_new > 1:  # the new tokens are the last: the diagonal ends in the lower right
+                mask = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
+                mask = mask.tril(diagonal=context_len - num_new)
+        plan.append((slice(begin, end), slots, mask))
+    return plan
 
 
-def _plan_decode(context: Context, block_size: int, dtype: torch.dtype) -> DecodePlan:
+def _plan_decode(
+    context: Context, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Plan all sequences of a decode at once, padded to the longest context.
+
+    Returns:
+        (num_seqs * max_context_len,) int64, the slots of one sequence's context after another's.
+        Past its end a sequence repeats its last slot: that one holds numbers, but memory that was
+        never written may hold NaN (and a masked NaN still makes the sum NaN). And
+        (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if all
+        contexts are equally long.
+    """
     if context.block_tables is None:
         raise RuntimeError("A decode step reads the KV cache: its context needs block_tables.")
     context_lens = context.context_lens.long().unsqueeze(1)  # (num_seqs, 1)
@@ -169,4 +151,4 @@ def _plan_decode(context: Context, block_size: int, dtype: torch.dtype) -> Decod
     if is_past_end.any():
         mask = torch.zeros(is_past_end.shape, dtype=dtype, device=is_past_end.device)
         mask = mask.masked_fill_(is_past_end, -torch.inf)[:, None, None, :]
-    return DecodePlan(slots.flatten(), mask)
+    return slots.flatten(), mask

@@ -18,7 +18,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Context:
     block_tables: Tensor | None
     logits_indices: Tensor | None
 
-    plan: object = field(default=None, init=False, repr=False, compare=False)
+    plan: Any = field(default=None, init=False, repr=False, compare=False)
 
 
 _current_context: ContextVar[Context] = ContextVar("nanovllm_context")

@@ -4,7 +4,7 @@ A packed layer multiplies once where the checkpoint has several matrices that sh
 one large product is faster than three small ones. It knows which of its rows belong to which
 matrix, and returns them as shards, which the loader fills.
 
-Split by output (QKVLinear, GateUpLinear) or by input (RowLinear), each rank holds a part:
+Split by output (PackedLinear) or by input (RowLinear), each rank holds a part:
 
            whole weight            rank 0            rank 1
          +-------+-------+       +-------+-------+
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanovllm.layers.packed_weight import PackedWeight
-from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
     from nanovllm.parallel.tensor_parallel import Partition, TensorParallel
@@ -81,6 +80,8 @@ class RowLinear(Linear):
 class PackedLinear(Linear):
     """Several matrices with the same input, stacked by rows; of each, this rank's rows.
 
+    vLLM: QKVParallelLinear and MergedColumnParallelLinear.
+
                      in_features
         weight    +--------------+
                   |    q_proj    |  num_heads * head_dim rows
@@ -107,36 +108,3 @@ class PackedLinear(Linear):
     def shard(self, name: str) -> Tensor:
         """Return the rows that hold one of the stacked matrices, as a view of the weight."""
         return self.weight[self.shard_rows[name]]
-
-
-class QKVLinear(PackedLinear):
-    """Queries, keys and values of this rank's heads in one product (vLLM: QKVParallelLinear)."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        parallel: TensorParallel = ALONE,
-    ) -> None:
-        kv_partition = parallel.split_heads(num_kv_heads, head_dim)
-        partitions = {
-            "q_proj": parallel.split_heads(num_heads, head_dim),
-            "k_proj": kv_partition,
-            "v_proj": kv_partition,
-        }
-        super().__init__(hidden_size, partitions)
-
-
-class GateUpLinear(PackedLinear):
-    """The MLP's gate and up projections in one product (vLLM: MergedColumnParallelLinear).
-
-    Each rank holds the same rows of both, so that it can multiply the two without communication.
-    """
-
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, parallel: TensorParallel = ALONE
-    ) -> None:
-        partition = parallel.split(0, intermediate_size)
-        super().__init__(hidden_size, {"gate_proj": partition, "up_proj": partition})

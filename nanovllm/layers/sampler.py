@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
+    from nanovllm.sampling_params import SamplingParams
+
 BITS_32 = 2**32 - 1
 BITS_64 = 2**64 - 1
 FLOAT32 = torch.finfo(torch.float32)
@@ -58,35 +60,25 @@ class SamplingTensors:
     @classmethod
     def from_lists(
         cls,
-        *,
-        temperatures: Sequence[float],
-        top_ks: Sequence[int | None],
-        top_ps: Sequence[float],
+        params: Sequence[SamplingParams],
         seeds: Sequence[int],
         positions: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Gather the parameters of each row.
+        """Gather what is asked for each row.
 
         Args:
-            temperatures: 0 takes the likeliest token, the lowest id on ties.
-            top_ks: draw among the k likeliest only; None or 0 for all.
-            top_ps: draw among the likeliest that together reach this probability; 1 for all.
+            params: what the row's request asks for.
             seeds: any whole numbers; their lowest 64 bits are used.
             positions: the index, in its sequence, of the token to be drawn.
             device: where the logits will be.
         """
         keys = [_noise_key(seed, p) for seed, p in zip(seeds, positions, strict=True)]
         halves = [[key & BITS_32 for key in keys], [key >> 32 for key in keys]]
-        filtered = [
-            row
-            for row, (temperature, top_k, top_p) in enumerate(
-                zip(temperatures, top_ks, top_ps, strict=True)
-            )
-            if temperature > 0.0 and (top_k or top_p < 1.0)
-        ]
-        ks = [top_ks[row] or BITS_32 for row in filtered]
-        ps = [top_ps[row] if top_ps[row] < 1.0 else torch.inf for row in filtered]
+        temperatures = [p.temperature for p in params]
+        filtered = [row for row, p in enumerate(params) if p.is_filtered]
+        ks = [params[row].top_k or BITS_32 for row in filtered]
+        ps = [params[row].top_p if params[row].top_p < 1.0 else torch.inf for row in filtered]
         is_greedy = [temperature == 0.0 for temperature in temperatures]
         return cls(
             temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
@@ -123,9 +115,9 @@ class Sampler(nn.Module):
     def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Return scaled logits with noise, (num_rows, vocab_size); greedy rows are meaningless."""
         # Less the largest, so that no temperature, however small, makes that one infinite; and
-        # clamped, since 1e-60 is a temperature, but 0 in float32, and 1e300 would be infinity.
+        # clamped, since 1e-60 is a temperature, but 0 in float32.
         differences = logits - logits.amax(dim=-1, keepdim=True)
-        scores = differences / params.temperatures.clamp(FLOAT32.tiny, FLOAT32.max).unsqueeze(1)
+        scores = differences / params.temperatures.clamp(min=FLOAT32.tiny).unsqueeze(1)
         if params.filtered_rows is not None:
             scores[params.filtered_rows] = _keep_likeliest(
                 scores[params.filtered_rows], params.top_ks, params.top_ps

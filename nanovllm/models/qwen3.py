@@ -13,7 +13,7 @@ The vertical line is the residual stream. Each norm also does the addition befor
 layer returns two tensors: its output, not yet added, and the stream.
 
 Modules have the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
-both; matrices that are packed here and apart there are named in `packed_modules_mapping`.
+both. Where one matrix here stacks several, its `PackedLinear` has their names.
 
 Does not know sequences and blocks: all tokens of a step are one flat batch, and only `Attention`
 knows which token belongs to which sequence.
@@ -21,8 +21,7 @@ knows which token belongs to which sequence.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -30,13 +29,11 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GateUpLinear, Linear, QKVLinear, RowLinear
+from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.parallel.tensor_parallel import ALONE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from nanovllm.gpu.attention_choice import AttentionBackend
@@ -56,9 +53,13 @@ class Qwen3Attention(nn.Module):
         self.num_heads = parallel.num_heads(num_heads)
         self.num_kv_heads = parallel.num_heads(num_kv_heads)
         self.head_dim = config.head_dim
-        self.qkv_proj = QKVLinear(
-            config.hidden_size, num_heads, num_kv_heads, self.head_dim, parallel
-        )
+        kv_rows = parallel.split_heads(num_kv_heads, self.head_dim)
+        qkv_rows = {
+            "q_proj": parallel.split_heads(num_heads, self.head_dim),
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
+        }
+        self.qkv_proj = PackedLinear(config.hidden_size, qkv_rows)
         self.o_proj = RowLinear(num_heads * self.head_dim, config.hidden_size, parallel)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -80,7 +81,8 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size, parallel)
+        rows = parallel.split(0, config.intermediate_size)  # the same of both: no sum comes between
+        self.gate_up_proj = PackedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
         self.act_fn = SiluAndMul()
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, parallel)
 
@@ -127,11 +129,7 @@ class Qwen3Model(nn.Module):
     """Everything but the head."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        backend: AttentionBackend,
-        parallel: TensorParallel,
-        num_positions: int,
+        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel)
@@ -140,7 +138,7 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(
-            config.head_dim, num_positions, config.rope_theta, config.rope_scaling
+            config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -160,31 +158,16 @@ class Qwen3ForCausalLM(nn.Module):
     tokens.
 
     Args:
-        config: the model's shape.
-        attention_backend: what `Attention` computes with.
+        config: the model's shape. Positions run from 0 to its `max_position_embeddings`, exclusive.
+        backend: what `Attention` computes with.
         parallel: which part is this rank's.
-        num_positions: positions run from 0 to this number, exclusive; None for all that the
-            configuration allows. An engine never goes past its max_model_len.
-
-    Attributes:
-        packed_modules_mapping: module here -> the modules of a checkpoint that it stacks.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    )
-
     def __init__(
-        self,
-        config: ModelConfig,
-        attention_backend: AttentionBackend,
-        parallel: TensorParallel = ALONE,
-        num_positions: int | None = None,
+        self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel = ALONE
     ) -> None:
         super().__init__()
-        self.config = config
-        num_positions = num_positions or config.max_position_embeddings
-        self.model = Qwen3Model(config, attention_backend, parallel, num_positions)
+        self.model = Qwen3Model(config, backend, parallel)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -207,11 +190,6 @@ class Qwen3ForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | LMHead):
                 module.pack()
-
-    @property
-    def largest_weight(self) -> int:
-        """How many numbers the largest matrix of a layer has, on this rank."""
-        return max(module.weight.numel() for module in self.modules() if isinstance(module, Linear))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32, on rank 0."""

@@ -1,6 +1,6 @@
-"""Which device and data type an "auto" means, and how much memory there is.
+"""Which device and data type an "auto" means, how much memory there is, and if that is too little.
 
-Knows torch's view of the machine. Does not know the engine.
+Knows torch's view of the machine. Does not know what the engine needs.
 
 | device | checkpoint            | dtype="auto"                                                   |
 |--------|-----------------------|----------------------------------------------------------------|
@@ -12,11 +12,19 @@ Knows torch's view of the machine. Does not know the engine.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from nanovllm.engine.kv_cache import KVBudget
+
+GIB = 1024**3
 FIRST_WITH_BFLOAT16 = (8, 0)  # Ampere
 
 
@@ -67,8 +75,13 @@ def gpu_capability(device: str) -> tuple[int, int]:
     return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
 
 
-def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs."""
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs.
+
+    For a CPU, `cpu_memory`.
+    """
+    if device.type != "cuda":
+        return cpu_memory()
     free, total = torch.cuda.mem_get_info(device)
     return total, free
 
@@ -81,6 +94,36 @@ def cpu_memory() -> tuple[int, int]:
     if limit is not None and limit < total:
         return limit, max(min(limit - used, free), 0)
     return total, min(free, total)
+
+
+def no_block_fits(budget: KVBudget) -> KVCacheError:
+    """Say why not one KV block fits, and what to do."""
+    total, used, limit = budget.total_bytes, budget.used_bytes, budget.limit_bytes
+    is_gpu = limit is None
+    step_bytes = int(total * budget.utilization) - used - budget.available_bytes if is_gpu else 0
+    a_steps = f" - {step_bytes / GIB:.2f} GiB for a step's own tensors" if is_gpu else ""
+    page_bytes = budget.block_bytes * (1 if is_gpu else budget.num_local_ranks)
+    enough = math.ceil(1000 * (used + step_bytes + page_bytes) / total) / 1000
+    can_raise = enough <= 1 and (limit is None or page_bytes <= limit)
+    raising = f"raise gpu_memory_utilization to {enough:g}, " if can_raise else ""
+    lowering = "lower max_num_batched_tokens, " if is_gpu else ""
+    lowering += "lower kvcache_block_size, " if budget.available_bytes > 0 else ""
+    return KVCacheError(
+        f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
+        f"{budget.utilization} - {used / GIB:.2f} GiB in use (by all programs){a_steps} leaves "
+        f"{budget.available_bytes / GIB:.2f} GiB, and a page of {budget.block_size} tokens takes "
+        f"{budget.block_bytes / GIB:.3f} GiB; free some memory, {raising}{lowering}or set "
+        "num_kvcache_blocks"
+    )
+
+
+def too_many_blocks(budget: KVBudget, device: torch.device) -> KVCacheError:
+    """Say that so many KV blocks cannot be allocated, and what to do."""
+    size = budget.num_blocks * budget.block_bytes / GIB
+    return KVCacheError(
+        f"the {budget.num_blocks} KV pages take {size:.2f} GiB, which {device} does not give: "
+        "lower num_kvcache_blocks"
+    )
 
 
 def _meminfo_available() -> int | None:

@@ -1,7 +1,7 @@
 """InputProcessor: what a caller hands in -> a Request, or a clear error.
 
-Knows the tokenizer and the vocabulary's size. Does not know limits that depend on the engine's
-state or pool (`Scheduler.check_request`). Whatever is wrong is said before anything is queued.
+Knows the tokenizer, the vocabulary's size and the limits of a request's length. Whatever is wrong
+is said before anything is queued.
 vLLM's counterpart is `vllm/v1/utils/input_processor.py`.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanovllm.errors import RequestRefusedError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.options import as_list, prompt_text, token_ids
 
 if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
     from nanovllm.utils.tokenizer import Tokenizer
 
 Request = tuple[list[int], SamplingParams, str | None]
@@ -86,3 +88,43 @@ class InputProcessor:
                 f"prompt or prompt_token_ids, not {prompt!r}"
             )
         return text, found
+
+
+def check_fits(
+    num_prompt_tokens: int, max_tokens: int, scheduler: Scheduler, max_positions: int | None = None
+) -> None:
+    """Refuse a request that could never finish.
+
+    Args:
+        num_prompt_tokens: of its prompt.
+        max_tokens: it may get so many more.
+        scheduler: that would have to run it.
+        max_positions: how far max_model_len could be raised; None if that is not known.
+
+    Raises:
+        RequestRefusedError: it is longer than max_model_len or than the whole block pool.
+    """
+    limit, pool = scheduler.max_model_len, scheduler.block_manager
+    if num_prompt_tokens >= limit:
+        advice = "raise max_model_len"
+        if max_positions is not None and num_prompt_tokens >= max_positions:
+            advice = f"take another model: this one has positions for {max_positions} tokens"
+        raise RequestRefusedError(
+            f"the prompt has {num_prompt_tokens} tokens, but max_model_len={limit} bounds prompt "
+            f"and completion together: shorten the prompt or {advice}",
+            reason="prompt_too_long",
+            need=num_prompt_tokens + 1,
+            have=limit,
+        )
+    # The last token is sampled but never computed: it needs no place in a block.
+    longest = min(num_prompt_tokens + max_tokens, limit) - 1
+    need, have = pool.blocks_for(longest), pool.num_blocks
+    if need > have:
+        raise RequestRefusedError(
+            f"the request may grow to {longest} tokens in the KV cache = {need} pages of "
+            f"{pool.block_size}, but the pool has {have}: lower max_tokens, shorten the prompt, or "
+            f"raise num_kvcache_blocks to {need}",
+            reason="never_fits",
+            need=need,
+            have=have,
+        )

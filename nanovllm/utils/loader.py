@@ -234,19 +234,18 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
 
     Together the destinations are all parameters of the model, each number once.
     """
-    packed: Mapping[str, tuple[str, ...]] = getattr(model, "packed_modules_mapping", {})
     destinations = {}
     for name, parameter in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
-        parent_name, _, own_name = module_name.rpartition(".")  # ....self_attn, qkv_proj
+        parent_name = module_name.rpartition(".")[0]  # ....self_attn
         module = model.get_submodule(module_name)
-        if own_name not in packed or not isinstance(module, PackedLinear):
+        if not isinstance(module, PackedLinear):
             partition: Partition | None = getattr(module, "partition", None)
             destinations[name] = Destination(module_name, parameter, partition)
             continue
-        for shard_name in packed[own_name]:
+        for shard_name, partition in module.partitions.items():
             destinations[f"{parent_name}.{shard_name}.{leaf}"] = Destination(
-                module_name, module.shard(shard_name), module.partitions[shard_name]
+                module_name, module.shard(shard_name), partition
             )
     return destinations
 

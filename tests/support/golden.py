@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvtrace import record
+from nvtrace.reader import open_trace, raw_lines
 from nvtrace.scenarios import SCENARIOS, Options, run_scenario
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "example.jsonl"
@@ -53,7 +54,8 @@ def without_machine(line: str) -> str:
 
 def normalised(path: Path) -> list[str]:
     """All lines of a trace, without the machine."""
-    return [without_machine(line) for line in path.read_text("utf-8").splitlines()]
+    with open_trace(path) as file:
+        return [without_machine(line.decode()) for _, line, _ in raw_lines(file, path)]
 
 
 def difference(expected: list[str], actual: list[str], most: int = 20) -> str:

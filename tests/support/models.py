@@ -119,10 +119,9 @@ class PagedDriver:
         self.texts: dict[int, PagedText] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(block_size).shuffle(self.free_blocks)
-        config = model.config
-        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         for layer in model.modules():
             if isinstance(layer, Attention):
+                shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
                 dtype = model.lm_head.weight.dtype
                 layer.k_cache = torch.full(shape, torch.nan, dtype=dtype)
                 layer.v_cache = torch.full(shape, torch.nan, dtype=dtype)

@@ -2,6 +2,9 @@
 
     python -m nvtrace.reference docs      writes there: {en,zh}/events.md, {en,zh}/columns.md,
                                           trace.schema.json
+    python -m nvtrace.reference docs trace/nvtrace/catalog
+                                          first adds to the catalogs in that folder the words that
+                                          they lack, made from the structs
 
 Knows how a struct's fields become a description. Does not hold a single description itself: the
 shapes are in `events.py` and `envelope.py`, the words in `catalog/`; of DataFrames, the shapes and
@@ -10,7 +13,11 @@ the English words are in `analysis/columns.py`, only the Chinese ones in `catalo
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,11 +28,13 @@ import msgspec
 from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts
-from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes_of, field_types
+from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes_of, field_types, tag_of
 from nvtrace.files import written
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nvtrace.analysis.columns import Frame
     from nvtrace.catalog import Catalog
 
@@ -35,6 +44,8 @@ RECORD_TYPES: dict[str, type[msgspec.Struct]] = {
     "TRACE_FOOTER": Footer,
 }
 _ENVELOPE = tuple(field.name for field in msgspec.structs.fields(Event))
+# Their codes are the same words in every language: the phases are the article's.
+NOT_TRANSLATED = {"phase", "previous", "status"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +223,79 @@ def documents() -> dict[str, str]:
     }
 
 
+# -- words that the catalogs lack ------------------------------------------------------------------
+
+
+def add_missing_words(file: Path) -> list[str]:
+    """Add to a catalog file what it lacks of the events, in the words of their structs.
+
+    Returns:
+        What was added, for example "events.PREEMPT.title".
+    """
+    text = file.read_text("utf-8")
+    words = tomllib.loads(text)
+    added = []
+    for struct in EVENT_TYPES.values():
+        for table, key, said in _words_of(struct):
+            own: dict[str, Any] = words
+            for name in table.split("."):
+                own = own.get(name, {})
+            is_shared = table.endswith(".fields") and key in words["fields"]
+            if key not in own and not is_shared:
+                text = _with_entry(text, table, f"{key} = {json.dumps(said, ensure_ascii=False)}\n")
+                added.append(f"{table}.{key}")
+    if added:
+        with written(file) as out:
+            out.write(text.encode())
+    return added
+
+
+def _words_of(struct: type[Event]) -> Iterator[tuple[str, str, str]]:
+    """(table, key, words) of an event, from its docstring, its comments and its names."""
+    event = f"events.{tag_of(struct)}"
+    meaning = " ".join((struct.__doc__ or f"{struct.__name__}.").split())
+    title = meaning.partition(". ")[0].removesuffix(".")
+    yield event, "title", title[0].lower() + title[1:]
+    yield event, "when", "prefill, decode, mixed"
+    yield event, "meaning", meaning
+    source = inspect.getsource(struct)
+    for field in msgspec.structs.fields(struct):
+        comment = re.search(rf"^    {field.name}: .*  # (.+)$", source, re.MULTILINE)
+        yield f"{event}.fields", field.name, comment[1] if comment else _spelt_out(field.name)
+        if field.name not in NOT_TRANSLATED:
+            for code in codes_of(field.type):
+                yield f"{event}.codes.{field.name}", code, _spelt_out(code)
+
+
+def _spelt_out(name: str) -> str:
+    return re.sub("^num ", "number of ", name.replace("_", " "))
+
+
+def _with_entry(text: str, table: str, entry: str) -> str:
+    """A catalog with one entry more: in its table, or in a new one behind its event's, or all."""
+    event = ".".join(table.split(".")[:2])
+    for name, head in (
+        (rf"{table}\]", ""),
+        (rf"{event}\b", f"[{table}]\n"),
+        (r"events\.", f"\n[{table}]\n"),
+    ):
+        *_, last = [None, *re.finditer(rf"^\[{name}.*\n(?:[^[\n].*\n)*", text, re.MULTILINE)]
+        if last is not None:
+            return text[: last.end()] + head + entry + text[last.end() :]
+    raise ValueError("the catalog has no words for events")
+
+
 def main(arguments: list[str]) -> int:
     """Write the documents into a folder. Returns the exit code."""
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        sys.stderr.write("usage: python -m nvtrace.reference FOLDER\n")
+    if len(arguments) not in {1, 2} or not all(Path(folder).is_dir() for folder in arguments):
+        sys.stderr.write("usage: python -m nvtrace.reference DOCS [CATALOGS]\n")
         return 2
+    for folder in arguments[1:]:
+        for language in LANGUAGES:
+            path = Path(folder, f"{language}.toml")
+            if added := add_missing_words(path):
+                names = "".join(f"    {name}\n" for name in added)
+                sys.stdout.write(f"{path}: new words, to be said better, in {language}:\n{names}")
     for name, content in documents().items():
         path = Path(arguments[0]) / name
         path.parent.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.utils.devices import cpu_memory, gpu_memory
+from nanovllm.utils.devices import device_memory
 from nvtrace.bench.report import Machine
 from nvtrace.environment import version_of
 
@@ -103,7 +103,7 @@ def measure_bandwidth(
         num_copies: in a try; None for the device's usual number.
         make_mark: makes what takes the time; None for the device's own.
     """
-    free = (cpu_memory() if device.type == "cpu" else gpu_memory(device))[1]
+    free = device_memory(device)[1]
     num_copies = num_copies or _NUM_COPIES[device.type]
     usual_mark: Callable[..., Any] = HostMark if device.type == "cpu" else torch.cuda.Event
     new_mark = make_mark or usual_mark

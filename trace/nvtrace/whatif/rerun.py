@@ -37,6 +37,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestRefusedError
 from nanovllm.observer import SILENT
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.input_processor import check_fits
 from nvtrace import events as ev
 from nvtrace.measure import Measure
 from nvtrace.pipeline import DropEvent, Sink
@@ -255,7 +256,7 @@ class _Rerun:
     def _enqueue(self, event: ev.RequestEnqueue) -> None:
         params = _sampling_params(event)
         try:
-            self.scheduler.check_request(event.prompt_len, params.max_tokens)
+            check_fits(event.prompt_len, params.max_tokens, self.scheduler)
         except RequestRefusedError as error:
             self.observer.request_refused(event.prompt_token_ids, error)
             return

@@ -6,6 +6,7 @@ And the fixtures that several files share.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from support.oracle import Oracle
 
 # Threads that wait sleep instead of spinning: tests must not crawl on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -33,6 +36,12 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_finish() -> None:
+    """What the modules hold is never garbage: no collection has to go through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the traces article.jsonl, crowded.jsonl and chunked.jsonl, to be read only."""
@@ -43,6 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.write_trace(folder / "crowded.jsonl", made.crowded_run())
     made.write_trace(folder / "chunked.jsonl", made.chunked_run())
     return folder
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """A tiny random model without a tokenizer, not to be changed, and transformers' answers."""
+    from support.oracle import Oracle  # noqa: PLC0415 - loads transformers, which few tests need
+
+    return Oracle.create(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

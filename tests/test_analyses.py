@@ -28,6 +28,7 @@ from nvtrace.analysis import (
 from nvtrace.analysis.columns import ANALYSES
 from nvtrace.bench.steps import Floor
 from support.cli_traces import GIB, MODEL
+from support.every import every
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ def rows(frame: pd.DataFrame, *names: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("trace", ["article.jsonl", "crowded.jsonl", "chunked.jsonl"])
-@pytest.mark.parametrize("name", ANALYSES)
+@every("name", ANALYSES)
 def test_an_analysis_returns_exactly_the_documented_columns(
     folder: Path, trace: str, name: str
 ) -> None:

@@ -23,6 +23,7 @@ from nvtrace.metrics import RequestMetrics, metric_names
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import fold_steps
 from nvtrace.snapshots import NoSuchStepError
+from support.every import every
 from support.examples import changed, example_of, example_trace, line_of
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import Workload, workloads
@@ -48,7 +49,7 @@ def loaded(data: bytes) -> nvtrace.Trace:
 # -- columns ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FRAMES)
+@every("name", FRAMES)
 @pytest.mark.parametrize("trace", [*TRACES, "only a header"])
 def test_a_frame_has_exactly_the_documented_columns(
     folder: Path, tmp_path: Path, trace: str, name: str

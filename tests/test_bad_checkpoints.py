@@ -24,7 +24,7 @@ from nanovllm.models import qwen3
 from nanovllm.utils.model_config import ModelConfig
 from support.cli import call
 from support.models import edit_config, load, make_reference, save_reference
-from support.oracle import make_llm, save_tokenizer
+from support.oracle import Narrator, make_llm, save_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -677,3 +677,76 @@ def test_a_chat_template_that_is_broken_is_named(
     with pytest.raises(TokenizerError, match="holds a chat template that cannot be filled in"):
         make_llm(copy).tokenizer.apply_chat_template("w5")
     assert_run_refuses(copy, capsys, "chat_template.jinja")
+
+
+# -- by `LLM`, before the weights are said to be loaded --------------------------------------------
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def name_a_shard_that_is_not_there(folder: Path) -> None:
+    index = {"weight_map": {NORM: "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no .safetensors file"]),
+    "a shard is missing": (
+        name_a_shard_that_is_not_there,
+        ["model.safetensors.index.json", "model-00002-of-00002.safetensors"],
+    ),
+    "a tensor is missing": (
+        lambda f: change_tensors(f, lambda tensors: tensors.pop(NORM)),
+        [NORM, "model.norm"],
+    ),
+    "an unknown tensor": (
+        lambda f: change_tensors(f, lambda tensors: tensors.update(surplus=torch.ones(1))),
+        ["model.safetensors", "surplus"],
+    ),
+    "a wrong shape": (
+        lambda f: change_tensors(f, lambda tensors: tensors.update({NORM: torch.ones(63)})),
+        ["model.safetensors", NORM, "(63,)", "(64,)"],
+    ),
+    "a shape that would broadcast": (
+        lambda f: change_tensors(f, lambda tensors: tensors.update({NORM: torch.ones(1)})),
+        ["model.safetensors", NORM, "(1,)", "(64,)"],
+    ),
+    "no head, and not tied": (
+        lambda f: change_tensors(f, lambda tensors: tensors.pop("lm_head.weight")),
+        ["lm_head.weight"],
+    ),
+    "tied, and another head": (
+        lambda f: edit_config(f, {"tie_word_embeddings": True}),
+        ["lm_head.weight", "model.embed_tokens.weight", "tie_word_embeddings"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_wrong_checkpoints_are_refused_by_name(what: str, copy: Path) -> None:
+    spoil, names = SPOILT[what]
+    spoil(copy)
+    narrator = Narrator()
+    with pytest.raises(WeightsError) as caught:
+        make_llm(copy, narrator)
+    for name in (str(copy), *names):
+        assert name in str(caught.value)
+    assert "model_weights_loaded" not in narrator.moments
+
+
+def test_wrong_folders_are_refused_by_name(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ModelConfigError, match=str(folder)):
+            make_llm(folder)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "llama3", "longrope"])
+def test_rope_of_another_kind_is_refused_by_name(rope_type: str, copy: Path) -> None:
+    edit_config(copy, {"rope_parameters": {"rope_type": rope_type, "rope_theta": 300.0}})
+    with pytest.raises(ModelConfigError, match=f"config.json.*{rope_type}"):
+        make_llm(copy)

@@ -58,9 +58,28 @@ TINY_SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers whose likeliest tokens are likeliest by far; no tokenizer."""
     return save_reference(make_reference(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model, and benchmarks that take little time."""
+    shorten(monkeypatch)
+    return model
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """An eighth of the tokens of `uneven`, and copies of a megabyte."""
+
+    def short(seed: int, vocab_size: int) -> Workload:
+        work = uneven(seed, vocab_size)
+        requests = (Request(r.prompt_token_ids, r.output_len // 8) for r in work.requests)
+        return replace(work, requests=tuple(requests))
+
+    patch.setattr("nvtrace.bench.workloads.uneven", short)
+    patch.setattr(bench_machine, "copy_size", lambda *_: 2**20)
 
 
 def hush(_message: str) -> None:
@@ -483,11 +502,11 @@ def test_the_engine_does_not_find_the_last_rounds_prompts_in_its_cache(folder: P
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path) -> Report:
+def report(model: Path) -> Report:
     """All contenders on two requests of `uneven`, and one class of `decode`."""
     plan = Plan(
         workloads=("uneven", "decode"),
-        models=(str(folder),),
+        models=(str(model),),
         num_rounds=1,
         num_requests=2,
         num_threads=1,
@@ -495,7 +514,9 @@ def report(folder: Path) -> Report:
         context_lens=(24,),
         command="nvtrace bench",
     )
-    return run_benchmark(plan, hush)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        return run_benchmark(plan, hush)
 
 
 def test_all_contenders_generate_the_same_tokens(report: Report) -> None:
@@ -652,12 +673,20 @@ def test_a_report_that_cannot_be_written_is_still_shown(
     assert "/dev/full cannot be written (No space left on device)" in said
 
 
+SMALL_COPIES = """
+from nvtrace.bench import machine
+from nvtrace_cli.main import main
+machine.copy_size = lambda *_: 2**20
+main()
+"""
+
+
 @pytest.mark.parametrize(("options", "code"), [(["--out", "/dev/full"], 5), ([], 74)])
 def test_the_failure_is_said_though_stdout_is_full(
     options: list[str], code: int, folder: Path
 ) -> None:
-    command = [sys.executable, "-m", "nvtrace_cli", "bench", "--model", str(folder)]
-    few = ["--rounds", "1", "--requests", "1", "--against", "none", "--quiet"]
+    command = [sys.executable, "-c", SMALL_COPIES, "bench", "--model", str(folder)]
+    few = ["decode", "--batch", "1", "--context", "8", "--rounds", "1", "--quiet"]
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         ended = subprocess.run(
             [*command, *few, *options], check=False, stdout=full, stderr=subprocess.PIPE, text=True

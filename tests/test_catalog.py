@@ -16,6 +16,7 @@ from nvtrace.catalog import LANGUAGES, Catalog, Language, load_catalog
 from nvtrace.events import Event, codes_of
 from nvtrace.reference import NOT_TRANSLATED, RECORD_TYPES
 from nvtrace.scenarios import SCENARIOS
+from support.every import every
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,14 +51,14 @@ def catalog(request: pytest.FixtureRequest) -> Catalog:
     return load_catalog(request.param)
 
 
-@pytest.mark.parametrize("tag", RECORD_TYPES)
+@every("tag", RECORD_TYPES)
 def test_every_record_has_a_title_and_a_meaning(tag: str, catalog: Catalog) -> None:
     assert catalog.title(tag) != tag
     assert catalog.meaning(tag).endswith((".", "。"))
     assert bool(catalog.when(tag)) == issubclass(RECORD_TYPES[tag], Event)
 
 
-@pytest.mark.parametrize("tag", RECORD_TYPES)
+@every("tag", RECORD_TYPES)
 def test_every_field_has_a_meaning(tag: str, catalog: Catalog) -> None:
     names = [field.name for field in msgspec.structs.fields(RECORD_TYPES[tag])]
     assert [name for name in names if not catalog.field(tag, name)] == []

@@ -12,6 +12,7 @@ from nvtrace.catalog import load_catalog
 from nvtrace.reference import RECORD_TYPES
 from nvtrace.source import calls_of
 from support.cli import call
+from support.every import every
 
 if TYPE_CHECKING:
     from nvtrace.catalog import Language
@@ -38,7 +39,7 @@ def test_the_list_has_every_event_and_fits(
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize("tag", RECORD_TYPES)
+@every("tag", RECORD_TYPES)
 def test_one_event_is_explained_in_full(
     tag: str, language: Language, capsys: pytest.CaptureFixture[str]
 ) -> None:

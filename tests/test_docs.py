@@ -40,6 +40,7 @@ from support.docs_names import (
     symbol_exists,
     unknown_names,
 )
+from support.every import every
 from support.fake_runner import Settings, make_engine
 
 PAGES = pages()
@@ -59,14 +60,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
-every_english_page = pytest.mark.parametrize("page", ENGLISH, ids=name_of)
-
-
 # -- what the pages show ---------------------------------------------------------------------------
 
 
-@every_page
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
     for command, outcome in outcomes_of(page, tmp_path):
         found = f"$ {command.line}\n" + "\n".join(outcome.lines)
@@ -77,14 +74,14 @@ def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
             assert is_right, f"`make docs-output` takes this over:\n{found}\n\nnot\n\n{shown}"
 
 
-@every_page
+@every("page", PAGES)
 def test_an_excerpt_is_in_its_file(page: Path) -> None:
     for block in blocks_of(page.read_text("utf-8")):
         if block.kind == "py" and block not in changes_of(page.read_text("utf-8")):
             assert missing_lines(block.lines) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_no_block_is_left_unnamed(page: Path) -> None:
     """A block's kind decides how it is checked: a forgotten one would be checked by nobody."""
     kinds = {block.kind for block in blocks_of(page.read_text("utf-8"))}
@@ -94,12 +91,12 @@ def test_no_block_is_left_unnamed(page: Path) -> None:
 # -- what the pages name ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SHARED], ids=name_of)
+@every("page", [*PAGES, *SHARED])
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_a_reader_is_where_the_commands_traces_are(page: Path) -> None:
     """The pages' reader goes to docs/traces once, on the first page, and reads on from there."""
     text = page.read_text("utf-8")
@@ -144,12 +141,12 @@ def test_the_page_of_traces_names_what_other_readers_of_json_stumble_on() -> Non
         assert {name for name in large if name not in prose} == set()
 
 
-@every_page
+@every("page", PAGES)
 def test_names_of_code_exist(page: Path) -> None:
     assert unknown_names(page.read_text("utf-8")) == []
 
 
-@every_page
+@every("page", PAGES)
 def test_commands_and_their_options_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     if changes_of(text):
@@ -160,7 +157,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert command_exists(" ".join(words)), command.line
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_a_page_is_in_the_sites_navigation(page: Path) -> None:
     assert str(page.relative_to(DOCS / "en")) in SITE.read_text("utf-8")
 
@@ -185,13 +182,13 @@ def test_both_languages_have_the_same_pages() -> None:
     assert len(english) > 20
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_both_languages_have_the_same_headings(page: Path) -> None:
     levels = [level for level, _ in headings(page.read_text("utf-8"))]
     assert [level for level, _ in headings(in_chinese(page).read_text("utf-8"))] == levels
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_both_languages_have_the_same_blocks_and_commands(page: Path) -> None:
     def shape(text: str) -> list[tuple[str, list[str]]]:
         code = {"python", "py", "json", "toml"}
@@ -211,7 +208,7 @@ def _without_comments(lines: list[str]) -> list[str]:
     return [line.partition("  # ")[0] for line in lines]
 
 
-@every_english_page
+@every("page", ENGLISH)
 def test_the_chinese_page_is_in_chinese(page: Path) -> None:
     prose = re.sub(r"`[^`]*`|\([^)]*\)", "", prose_of(in_chinese(page).read_text("utf-8")))
     num_chinese = len(re.findall(r"[\u4e00-\u9fff]", prose))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import example, given
 
 from nanovllm.engine.block_manager import hash_block
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header
 from nvtrace.replay import State
-from support.recording import BUSY, Recording
+from support.recording import BUSY, BUSY_MIXED, Recording
 from support.workload import Workload, workloads
 
 if TYPE_CHECKING:
@@ -219,3 +220,14 @@ def test_a_prefill_counts_its_sequences_lengths_and_a_decode_minus_its_batch() -
     first = ends[0]  # one prompt of 5 tokens and the first token of its answer
     assert (first.batch_phase, first.num_tokens_stat) == ("prefill", 6)
     assert all(end.num_tokens_stat < 0 for end in ends if end.batch_phase == "decode")
+
+
+@pytest.mark.parametrize("workload", [BUSY, BUSY_MIXED], ids=["prefill_first", "mixed"])
+def test_pages_are_released_in_the_phase_that_releases_them(workload: Workload) -> None:
+    recording = Recording(workload)
+    events = [record for record in recording.records if isinstance(record, ev.Event)]
+    for before, event in pairwise(events):
+        if isinstance(event, ev.Preempt):
+            assert before.phase == event.phase in {"decode", "mixed"}
+        elif isinstance(event, ev.StateTransition) and event.status == "FINISHED":
+            assert before.phase == event.phase == "postprocess" or event.reason == "aborted"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nvtrace import events as ev
 from nvtrace.envelope import Footer, Header, Unknown, decode, encode_into
+from support.every import every
 from support.examples import changed, example_of, line_of
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ def test_every_struct_is_in_the_union() -> None:
     assert {*EVENTS} == structs - {ev.BlocksOfSeqs}
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_a_tag_is_its_structs_name_in_capitals(cls: type[ev.Event]) -> None:
     assert ev.tag_of(cls) == re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_events_are_frozen_and_made_by_names_and_explained(cls: type[ev.Event]) -> None:
     assert cls.__struct_config__.frozen
     assert cls.__struct_config__.tag_field == "event"
@@ -69,7 +70,7 @@ def test_events_are_frozen_and_made_by_names_and_explained(cls: type[ev.Event]) 
     assert cls.__doc__ != ev.Event.__doc__
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_the_envelope_comes_first(cls: type[ev.Event]) -> None:
     required = [field.name for field in msgspec.structs.fields(cls)]
     assert {*ENVELOPE} <= {*required}
@@ -77,7 +78,7 @@ def test_the_envelope_comes_first(cls: type[ev.Event]) -> None:
     assert names[:5] == ["event", *ENVELOPE]
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_reasons_are_codes_of_an_open_list(cls: type[ev.Event]) -> None:
     for field in fields_of(cls):
         if field.name in ("reason", "rule", "batch_phase", "previous", "status", "phase"):
@@ -89,14 +90,14 @@ def test_reasons_are_codes_of_an_open_list(cls: type[ev.Event]) -> None:
             assert ev.unknown_codes(other) == {field.name: "my_new_word"}
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_times_and_sizes_are_whole_numbers(cls: type[ev.Event]) -> None:
     for name, kind in ev.field_types(cls).items():
         if name.endswith(("_ns", "_bytes", "_id", "_len")):
             assert {*(get_args(kind) or [kind])} <= {int, NoneType}
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_the_one_line_form_shows_fields_that_are_there(cls: type[ev.Event]) -> None:
     event = example_of(cls)
     for name in cls.log_fields:
@@ -104,7 +105,7 @@ def test_the_one_line_form_shows_fields_that_are_there(cls: type[ev.Event]) -> N
     assert len({*cls.log_fields}) == len(cls.log_fields)
 
 
-@pytest.mark.parametrize(("tag", "names"), ARTICLE_STATS.items())
+@every("tag, names", ARTICLE_STATS.items())
 def test_the_one_line_form_shows_what_the_article_shows(tag: str, names: tuple[str, ...]) -> None:
     assert ev.EVENT_TYPES[tag].log_fields == names
 
@@ -171,7 +172,7 @@ def test_any_header_of_this_version_comes_back_from_its_line(header: Header) -> 
     assert decode(line_of(header)) == header
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_a_newer_field_is_passed_over_and_an_unknown_name_is_kept_as_it_came(
     cls: type[ev.Event],
 ) -> None:
@@ -183,7 +184,7 @@ def test_a_newer_field_is_passed_over_and_an_unknown_name_is_kept_as_it_came(
     assert decode(msgspec.json.encode(unknown)) == Unknown(event="A_NEWER_EVENT", fields=unknown)
 
 
-@pytest.mark.parametrize("cls", EVENTS)
+@every("cls", EVENTS)
 def test_a_field_with_a_default_may_be_missing_and_no_other(cls: type[ev.Event]) -> None:
     fields = msgspec.json.decode(line_of(example_of(cls)), type=dict[str, Any])
     for field in fields_of(cls):

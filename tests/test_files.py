@@ -19,6 +19,7 @@ import pytest
 
 from nvtrace.catalog import load_catalog
 from nvtrace.files import give, make, move, together, try_beside, written
+from nvtrace.pipeline import open_sink
 from nvtrace.recorder import record
 from nvtrace_cli.run import recording, stopping_between_steps
 from support.cli import environment
@@ -409,3 +410,17 @@ def test_a_name_that_is_no_plain_file_is_refused_before_anything_is_written(tmp_
     with pytest.raises(FileExistsError, match="is no plain file"):
         write_together(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_link_is_never_renamed_and_what_it_leads_to_never_lost(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "trace.jsonl"
+    target.write_text("precious")
+    link.symlink_to(target)
+    with pytest.raises(FileExistsError, match="name another file"):
+        open_sink(link, existing="error")
+    assert target.read_text() == "precious"
+    sink, kept = open_sink(link)
+    sink.write(b"line\n")
+    sink.close()
+    assert kept == tmp_path / "target.1.jsonl"
+    assert (link.is_symlink(), kept.read_text(), target.read_text()) == (True, "precious", "line\n")

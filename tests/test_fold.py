@@ -279,3 +279,9 @@ def test_pages_released_by_one_who_does_not_hold_them_are_found(*, is_doubled: b
     changes = {"seq_ids": seq_ids, "block_ids": [pages] * num, "freed": [freed] * num}
     with pytest.raises(InconsistentTraceError, match="BLOCKS_RELEASE"):
         fold(changed_first(ev.BlocksRelease, **changes))
+
+
+def test_steps_that_run_backwards_are_no_trace() -> None:
+    lines = Recording(BUSY).data.replace(b'"step":5,', b'"step":2,').splitlines(keepends=True)
+    with pytest.raises(InconsistentTraceError, match="step 2 comes after step"):
+        list(fold_steps(read_trace(io.BytesIO(b"".join(lines)))))

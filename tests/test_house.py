@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.every import every
 from support.house import AFTERNOON_FILES, ENGINE, ENGINE_FILES, code_lines
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,24 @@ def modules_loaded_by(statement: str) -> set[str]:
         check=True,
     )
     return {*done.stdout.split()}
+
+
+# -- the tests themselves --------------------------------------------------------------------------
+
+
+def test_one_test_over_many_names_reports_all_that_fail() -> None:
+    def is_even(number: int) -> None:
+        assert number % 2 == 0
+
+    every("number", [2, 4])(is_even)()
+    with pytest.raises(ExceptionGroup, match="2 of 3 fail") as found:
+        every("number", [1, 2, 3])(is_even)()
+    assert [failure.__notes__ for failure in found.value.exceptions] == [
+        ["with {'number': 1}"],
+        ["with {'number': 3}"],
+    ]
+    with pytest.raises(AssertionError, match="nothing to try"):
+        every("number", [])(is_even)()
 
 
 # -- roots -----------------------------------------------------------------------------------------
@@ -115,12 +134,12 @@ def test_the_engine_can_be_read_in_an_afternoon() -> None:
     assert sum(map(code_lines, ENGINE_FILES)) <= MAX_ENGINE_LINES
 
 
-@pytest.mark.parametrize("file", HOUSE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@every("file", HOUSE_FILES)
 def test_a_file_fits_the_mind(file: Path) -> None:
     assert code_lines(file) <= MAX_FILE_LINES or file.name in CATALOGUES
 
 
-@pytest.mark.parametrize("file", HOUSE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@every("file", HOUSE_FILES)
 def test_a_module_says_what_it_knows(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if tree.body:
@@ -130,7 +149,7 @@ def test_a_module_says_what_it_knows(file: Path) -> None:
 # -- what an engine must not do --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ENGINE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@every("file", ENGINE_FILES)
 def test_the_engine_neither_prints_nor_logs_nor_looks_at_the_clock(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
@@ -148,7 +167,7 @@ def test_the_engine_neither_prints_nor_logs_nor_looks_at_the_clock(file: Path) -
                 pass
 
 
-@pytest.mark.parametrize("file", ENGINE_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@every("file", ENGINE_FILES)
 def test_the_engine_never_reads_an_answer_of_its_observer(file: Path) -> None:
     """Each hook is called as a statement, with names (or attributes) that are in scope.
 

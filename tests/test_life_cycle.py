@@ -1,4 +1,4 @@
-"""Kind 15 of the faults in `test_regressions.py`: engines side by side, and after an interruption.
+"""Engines side by side, and one engine after an interruption.
 
 Whatever strikes a run, and wherever: the next one gives its own outputs, and nothing is left over.
 """
@@ -20,12 +20,13 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine import llm_engine
+from nanovllm.observer import Observer
 from nvtrace.envelope import Footer
 from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
 from nvtrace.replay import State
-from support.fake_runner import Settings, make_engine
+from support.fake_runner import InjectedError, Moment, Settings, make_engine, runner_of
 from support.models import random_tokens
 from support.oracle import (
     HOOKS,
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nanovllm import LLM
+    from nanovllm.engine.batch import Batch
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.sequence import Sequence
 
 # Two that share a prefix, one that ends early, one that is refused, pages for a preemption.
 PREFIX = random_tokens(5, seed=1)
@@ -112,9 +115,7 @@ def assert_as_good_as_new(llm: LLM, right: list[list[int]]) -> None:
 # -- two engines -----------------------------------------------------------------------------------
 
 
-def test_15_two_engines_take_turns_without_seeing_each_other(
-    oracle: Oracle, tmp_path: Path
-) -> None:
+def test_two_engines_take_turns_without_seeing_each_other(oracle: Oracle, tmp_path: Path) -> None:
     other = Oracle.create(tmp_path, {"num_hidden_layers": 1, "num_key_value_heads": 4})
     engines = [make_llm(oracle.folder, **OPTIONS), make_llm(other.folder, **OPTIONS)]
     for llm in engines:
@@ -128,7 +129,7 @@ def test_15_two_engines_take_turns_without_seeing_each_other(
         assert found == {i: maker.greedy(prompt, 6) for i, prompt in enumerate(PROMPTS[:3])}
 
 
-def test_15_two_engines_run_in_two_threads(oracle: Oracle, right: list[list[int]]) -> None:
+def test_two_engines_run_in_two_threads(oracle: Oracle, right: list[list[int]]) -> None:
     engines = [make_llm(oracle.folder, **OPTIONS) for _ in range(2)]
     results: list[list[list[int]]] = []
 
@@ -144,7 +145,7 @@ def test_15_two_engines_run_in_two_threads(oracle: Oracle, right: list[list[int]
     assert results == [right] * 6
 
 
-def test_15_an_engine_that_is_let_go_leaves_nothing(oracle: Oracle) -> None:
+def test_an_engine_that_is_let_go_leaves_nothing(oracle: Oracle) -> None:
     llm = make_llm(oracle.folder, Narrator())
     llm.generate(PROMPTS[:3], greedy_params(3))
     llm.add_request([5, 6])
@@ -160,7 +161,7 @@ def test_15_an_engine_that_is_let_go_leaves_nothing(oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("nth_forward", [1, 2, 5, 9])
-def test_15_after_an_exception_in_the_model_the_engine_is_as_good_as_new(
+def test_after_an_exception_in_the_model_the_engine_is_as_good_as_new(
     nth_forward: int, oracle: Oracle, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrator = Narrator()
@@ -182,7 +183,7 @@ def test_15_after_an_exception_in_the_model_the_engine_is_as_good_as_new(
     assert_as_good_as_new(llm, right)
 
 
-def test_15_after_broken_numbers_the_engine_is_as_good_as_new(
+def test_after_broken_numbers_the_engine_is_as_good_as_new(
     oracle: Oracle, right: list[list[int]]
 ) -> None:
     llm = make_llm(oracle.folder, **OPTIONS)
@@ -196,7 +197,7 @@ def test_15_after_broken_numbers_the_engine_is_as_good_as_new(
     assert_as_good_as_new(llm, right)
 
 
-def test_15_nothing_cached_outlives_a_reset(oracle: Oracle) -> None:
+def test_nothing_cached_outlives_a_reset(oracle: Oracle) -> None:
     striker = Striker()
     llm = make_llm(oracle.folder, striker, **OPTIONS)
     striker.arm("step_end", KeyboardInterrupt(), after=3)
@@ -230,7 +231,7 @@ def strikes(oracle: Oracle) -> list[tuple[str, int]]:
     return moments
 
 
-def test_15_the_run_that_is_interrupted_here_has_every_kind_of_moment(oracle: Oracle) -> None:
+def test_the_run_that_is_interrupted_here_has_every_kind_of_moment(oracle: Oracle) -> None:
     start_up = set(HOOKS[: HOOKS.index("engine_ready") + 1])
     rare = {"request_abort", "engine_error", "engine_reset", "blocks_revive", "schedule_mixed"}
     of_gpus = {"cudagraph_replay", "gpu_time"}
@@ -239,7 +240,7 @@ def test_15_the_run_that_is_interrupted_here_has_every_kind_of_moment(oracle: Or
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=repr)
-def test_15_after_an_interruption_at_any_moment_the_engine_is_as_good_as_new(
+def test_after_an_interruption_at_any_moment_the_engine_is_as_good_as_new(
     error: BaseException, oracle: Oracle, right: list[list[int]]
 ) -> None:
     for hook, nth in strikes(oracle):
@@ -252,7 +253,7 @@ def test_15_after_an_interruption_at_any_moment_the_engine_is_as_good_as_new(
         assert_as_good_as_new(llm, right)
 
 
-def test_15_a_second_interruption_while_the_first_is_tidied_up_changes_nothing(
+def test_a_second_interruption_while_the_first_is_tidied_up_changes_nothing(
     oracle: Oracle, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     striker = Striker()
@@ -294,7 +295,7 @@ def interrupt(llm: LLM, at_line: int | None) -> int:
     return num_lines
 
 
-def test_15_after_ctrl_c_between_any_two_lines_the_engine_is_as_good_as_new(
+def test_after_ctrl_c_between_any_two_lines_the_engine_is_as_good_as_new(
     oracle: Oracle, right: list[list[int]]
 ) -> None:
     num_lines = interrupt(make_llm(oracle.folder, **OPTIONS), at_line=None)
@@ -306,7 +307,7 @@ def test_15_after_ctrl_c_between_any_two_lines_the_engine_is_as_good_as_new(
         assert_as_good_as_new(llm, right)
 
 
-def test_15_step_by_step_too_a_request_goes_on_or_is_gone(
+def test_step_by_step_too_a_request_goes_on_or_is_gone(
     oracle: Oracle, right: list[list[int]]
 ) -> None:
     for hook, nth in strikes(oracle):
@@ -341,7 +342,7 @@ def test_15_step_by_step_too_a_request_goes_on_or_is_gone(
         ("blocks_release", True),
     ],
 )
-def test_15_an_interrupted_arrival_or_abort_loses_no_page(
+def test_an_interrupted_arrival_or_abort_loses_no_page(
     hook: str, is_running: bool, oracle: Oracle, right: list[list[int]]
 ) -> None:
     striker = Striker()
@@ -400,7 +401,7 @@ def in_threads(functions: Seq[Callable[[], object]]) -> list[BaseException]:
     return raised
 
 
-def test_15_threads_that_share_an_engine_take_turns() -> None:
+def test_threads_that_share_an_engine_take_turns() -> None:
     file = MemoryFile()
     recorder = Recorder(Sink(file))
     engine = make_engine(CROWDED, recorder)
@@ -419,7 +420,7 @@ def test_15_threads_that_share_an_engine_take_turns() -> None:
     assert_trace_is_engines(file, engine)
 
 
-def test_15_threads_that_share_an_engine_hear_of_each_other_in_one_sentence() -> None:
+def test_threads_that_share_an_engine_hear_of_each_other_in_one_sentence() -> None:
     """Every way to use an engine, at once: requests join and leave, streams open and close."""
     file = MemoryFile()
     recorder = Recorder(Sink(file))
@@ -477,3 +478,36 @@ def assert_trace_is_engines(file: MemoryFile, engine: LLMEngine) -> None:
     assert len(state.sequences) == engine.num_requests
     state.sequences.clear()
     assert snapshot_of_fold(state) == snapshot_of_engine(engine.scheduler, {})
+
+
+class FailsToHear(Observer):
+    """Raises when it is told of an error or of the reset after it."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def engine_error(self, error: BaseException) -> None:
+        if self.hook == "engine_error":
+            raise OSError("deaf") from error
+
+    def engine_reset(self, seqs: list[Sequence]) -> None:
+        if self.hook == "engine_reset":
+            raise OSError("deaf", len(seqs))
+
+
+@pytest.mark.parametrize("hook", ["engine_error", "engine_reset"])
+def test_an_observer_that_fails_while_an_error_is_told_leaves_nothing_behind(hook: str) -> None:
+    engine = make_engine(Settings(), FailsToHear(hook))
+    is_armed = [True]
+
+    def strike(moment: Moment, _batch: Batch) -> None:
+        if moment == "ran" and is_armed.pop():
+            raise InjectedError
+
+    runner_of(engine).at = strike
+    with pytest.raises((InjectedError, OSError)):
+        engine.generate([[1, 2], [3]], greedy_params(3, ignore_eos=True))
+    runner_of(engine).at = lambda _moment, _batch: None
+    assert not engine.requests
+    assert engine.is_finished()
+    assert len(engine.generate([[1, 2]], greedy_params(3, ignore_eos=True))[0]["token_ids"]) == 3

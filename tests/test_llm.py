@@ -16,7 +16,10 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import TokenizerError
+from support.fake_runner import Settings, make_engine
+from support.models import VOCAB_SIZE
 from support.oracle import (
+    Narrator,
     Oracle,
     Watcher,
     assert_empty,
@@ -412,3 +415,110 @@ def test_the_articles_options_are_accepted(folder: Path) -> None:
     llm = LLM(str(folder), enforce_eager=True, tensor_parallel_size=1, num_kvcache_blocks=4)
     assert llm.config.kvcache_block_size == 256
     assert len(llm.generate([[5]], SamplingParams(temperature=0.6, max_tokens=3))) == 1
+
+
+# -- prompts and arguments that are refused --------------------------------------------------------
+
+
+GOOD = [5, 6, 7]
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_bad_max_tokens_are_a_value_error(max_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"max_tokens.*{max_tokens}"):
+        SamplingParams(max_tokens=max_tokens)
+
+
+def test_bad_max_tokens_of_a_half_token_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"max_tokens.*1\.5"):
+        SamplingParams(max_tokens=1.5)  # type: ignore[arg-type]
+
+
+BAD_PROMPTS: list[tuple[object, type[Exception], str]] = [
+    ([], ValueError, "at least one token"),
+    ("", ValueError, "at least one token"),
+    ([VOCAB_SIZE], ValueError, rf"token id {VOCAB_SIZE} .*\[0, {VOCAB_SIZE}\)"),
+    ([5, -1], ValueError, "token id -1"),
+    ([10**30], ValueError, f"token id {10**30}"),
+    ([5, 6.0], TypeError, r"not 6\.0"),
+    ([True], TypeError, "not True"),
+    ([None], TypeError, "not None"),
+    (["w5"], TypeError, "not 'w5'"),
+    ([[5, 6]], TypeError, r"not \[5, 6\]"),
+    (None, TypeError, "not None"),
+    (5, TypeError, "not 5"),
+    (b"w5", TypeError, "not b'w5'"),
+    ({5: 6}, TypeError, "str or a list"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
+def test_bad_prompts_are_refused_with_nothing_queued(
+    prompt: list[int], error: type[Exception], message: str, oracle: Oracle
+) -> None:
+    narrator = Narrator()
+    llm = make_llm(oracle.folder, narrator)
+    narrator.moments.clear()
+    for prompts in ([prompt], [GOOD, prompt], [prompt, GOOD]):
+        with pytest.raises(error, match=message):
+            llm.generate(prompts, greedy_params(3))
+    with pytest.raises(error, match=message):
+        llm.add_request(prompt, greedy_params(3))
+    assert_empty(llm)
+    assert (llm.num_requests, narrator.moments) == (0, [])
+    assert tokens_of(llm.generate([GOOD], greedy_params(3))) == [oracle.greedy(GOOD, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([GOOD] * 3, [greedy_params(1)] * 2), ValueError, "3 prompts, but 2 sampling_params"),
+        (([GOOD], [greedy_params(1)] * 2), ValueError, "1 prompts, but 2 sampling_params"),
+        (([GOOD], []), ValueError, "1 prompts, but 0 sampling_params"),
+        ((b"w5 w6",), TypeError, "list of prompts, not bytes"),
+        ((GOOD,), TypeError, "a prompt must be a str or a list of token ids, .*, not 5"),
+        (([{"prompt": 5}],), TypeError, "a prompt must be a str .*, not {'prompt': 5}"),
+        (([{"prompt": "w5", "multi_modal_data": {}}],), TypeError, "dict with one .*_modal_data"),
+        (({},), TypeError, "a prompt must be .*, not {}"),
+        ((None,), TypeError, "list of prompts, not NoneType"),
+        (([GOOD], {"max_tokens": 3}), TypeError, "SamplingParams, not {"),
+        (([GOOD], 3), TypeError, "SamplingParams, not 3"),
+        (([GOOD], [3]), TypeError, "SamplingParams, not 3"),
+        (([GOOD] * 2, [greedy_params(1), "x"]), TypeError, "SamplingParams, not 'x'"),
+    ],
+)
+def test_bad_arguments_of_generate_are_refused_with_nothing_queued(
+    arguments: tuple[Any, ...], error: type[Exception], message: str, oracle: Oracle
+) -> None:
+    llm = make_llm(oracle.folder)
+    with pytest.raises(error, match=message):
+        llm.generate(*arguments)
+    assert_empty(llm)
+    assert llm.num_requests == 0
+
+
+def test_bad_params_of_add_request_are_refused_with_nothing_queued(oracle: Oracle) -> None:
+    llm = make_llm(oracle.folder)
+    bad: Any
+    for bad in (3, {"max_tokens": 3}, [greedy_params(1)]):
+        with pytest.raises(TypeError, match="must be SamplingParams"):
+            llm.add_request(GOOD, bad)
+    assert_empty(llm)
+
+
+def test_bad_keywords_are_a_type_error_that_names_them(oracle: Oracle) -> None:
+    construct: Any = SamplingParams
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        construct(max_new_tokens=5)
+    with pytest.raises(TypeError, match="block_size"):
+        LLM(oracle.folder, block_size=5)
+    generate: Any = make_llm(oracle.folder).generate
+    with pytest.raises(TypeError, match="max_tokens"):
+        generate([GOOD], max_tokens=5)
+
+
+def test_half_a_character_in_a_prompt_is_named() -> None:
+    engine = make_engine(Settings())
+    with pytest.raises(ValueError, match="no valid Unicode at character 3: half a surrogate pair"):
+        engine.add_request("abc\ud800", greedy_params(3))
+    assert not engine.requests

@@ -25,11 +25,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle.create(tmp_path_factory.mktemp("model"))
-
-
 def check(oracle: Oracle, prompt: list[int], params: SamplingParams, output: RequestOutput) -> None:
     """Compare with transformers' distribution at each position."""
     token_ids, number = output["token_ids"], params.logprobs

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from support.every import every
 from support.notebooks import (
     FOLDER,
     MAX_BYTES,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 NUM_QUESTIONS = 9
-ALL = pytest.mark.parametrize("source", SOURCES, ids=[source.stem for source in SOURCES])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +57,7 @@ def test_there_is_a_notebook_for_each_question() -> None:
 # -- what is written -------------------------------------------------------------------------------
 
 
-@ALL
+@every("source", SOURCES)
 def test_the_first_cell_asks_and_the_last_one_answers(source: Path) -> None:
     first, *_, last = cells_of(source)
     assert first.source.startswith(f"# {int(source.stem[:2])}. ")
@@ -66,7 +66,7 @@ def test_the_first_cell_asks_and_the_last_one_answers(source: Path) -> None:
     assert last.source.startswith("## Answer\n")
 
 
-@ALL
+@every("source", SOURCES)
 def test_each_number_of_the_prose_is_in_the_code_or_in_what_it_says(source: Path) -> None:
     cells = recorded(source).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
@@ -85,7 +85,7 @@ def numbers_in(text: str) -> set[str]:
     return {re.sub("[_,]", "", number) for number in _NUMBER.findall(text)}
 
 
-@ALL
+@every("source", SOURCES)
 def test_two_or_three_exercises_come_before_the_answer(source: Path) -> None:
     cells = cells_of(source)
     exercises = exercises_of(cells)
@@ -95,7 +95,7 @@ def test_two_or_three_exercises_come_before_the_answer(source: Path) -> None:
     assert headings[-len(expected) - 2 :] == ["## Your turn", *expected, "## Answer"]
 
 
-@pytest.mark.parametrize("page", [*SOURCES, FOLDER / "README.md"], ids=lambda page: page.stem)
+@every("page", [*SOURCES, FOLDER / "README.md"])
 def test_what_it_links_to_is_there(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text("utf-8"))
     assert links
@@ -105,12 +105,12 @@ def test_what_it_links_to_is_there(page: Path) -> None:
 # -- what was recorded -----------------------------------------------------------------------------
 
 
-@ALL
+@every("source", SOURCES)
 def test_the_ipynb_has_the_cells_of_its_source(source: Path) -> None:
     assert cells_of(notebook_of(source)) == cells_of(source), "`make notebooks` writes it anew"
 
 
-@ALL
+@every("source", SOURCES)
 def test_the_ipynb_is_small_and_tells_nothing_of_the_machine_it_was_made_on(source: Path) -> None:
     text = notebook_of(source).read_text("utf-8")
     assert len(text.encode()) < MAX_BYTES
@@ -121,7 +121,7 @@ def test_the_ipynb_is_small_and_tells_nothing_of_the_machine_it_was_made_on(sour
 # -- what happens today ----------------------------------------------------------------------------
 
 
-@ALL
+@pytest.mark.parametrize("source", SOURCES, ids=[source.stem for source in SOURCES])
 def test_it_says_what_its_ipynb_says_and_takes_the_right_answers_only(source: Path) -> None:
     session, cells = Session(), cells_of(source)
     for cell, kept in zip(cells, recorded(source).cells, strict=True):

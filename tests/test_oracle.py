@@ -6,22 +6,27 @@ preemptions, with pages of any size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nanovllm import Observer, SamplingParams
 from nanovllm.assets import TINY_QWEN3
-from support.models import make_reference, random_tokens, save_reference
+from support.models import edit_config, make_reference, random_tokens, save_reference
 from support.oracle import Oracle, Watcher, assert_empty, greedy_params, make_llm, tokens_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nanovllm import LLM
+    from nanovllm.config import Config
+    from nanovllm.utils.model_config import ModelConfig
 
 SHAPES: dict[str, dict[str, object]] = {
     "GQA 1": {"num_key_value_heads": 4},
@@ -48,11 +53,6 @@ def oracle_of_shape(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Oracle:
     return Oracle.create(tmp_path_factory.mktemp("model"), SHAPES[request.param])
-
-
-@pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return Oracle.create(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -295,3 +295,117 @@ def test_the_model_that_ships_says_what_transformers_says(question: str) -> None
     assert together[0]["text"] == tokenizer.decode(right, skip_special_tokens=True)
     assert together[0]["num_prompt_tokens"] == len(token_ids)
     assert sum(watcher.num_cached_tokens[1]) > 0
+
+
+# -- preempted twice, and in chunks of any size ----------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preempted_twice_gives_what_a_huge_pool_gives(temperature: float, oracle: Oracle) -> None:
+    prompts = oracle.prompts([3, 5, 4], 30, seed=9)
+    params = [SamplingParams(temperature, max_tokens=30, seed=seed) for seed in range(3)]
+    huge = make_llm(oracle.folder, num_kvcache_blocks=1000).generate(prompts, params)
+    for num_blocks in (9, 10, 13):
+        watcher = Watcher()
+        llm = make_llm(oracle.folder, watcher, num_kvcache_blocks=num_blocks)
+        assert llm.generate(prompts, params) == huge
+        assert max(watcher.num_preemptions.values()) >= 2
+        assert watcher.num_sampled == {0: 30, 1: 30, 2: 30}
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 5, 7, 10000])
+@pytest.mark.parametrize("block_size", [4, 6])
+def test_chunks_give_the_same_tokens_and_sample_at_their_end_only(
+    block_size: int, budget: int, oracle: Oracle
+) -> None:
+    watcher = Watcher()
+    llm = make_llm(
+        oracle.folder, watcher, kvcache_block_size=block_size, max_num_batched_tokens=budget
+    )
+    rising = [list(range(20, 20 + length)) for length in (3, 9, 8)]
+    prompts = [*rising, random_tokens(21, seed=1), [50]]
+    outputs = llm.generate(prompts, greedy_params(6))
+    assert tokens_of(outputs) == [oracle.greedy(prompt, 6) for prompt in prompts]
+    assert all(sum(num_tokens for _, num_tokens in step) <= budget for step in watcher.prefills)
+    assert watcher.num_sampled == dict.fromkeys(range(5), 6)
+    if budget == 1:
+        assert all(len(step) == 1 for step in watcher.prefills)
+    if budget == 10000:
+        assert len(watcher.prefills) == 1
+
+
+# -- checkpoints of any spelling -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_head_stored", [True, False])
+def test_tied_heads_are_right_stored_or_not(is_head_stored: bool, tmp_path: Path) -> None:
+    oracle = Oracle.create(tmp_path, {"tie_word_embeddings": True})
+    if is_head_stored:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, tmp_path / "model.safetensors")
+    [prompt] = oracle.prompts([6], 8)
+    assert tokens_of(make_llm(tmp_path).generate([prompt], greedy_params(8))) == [
+        oracle.greedy(prompt, 8)
+    ]
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "older"),
+    [
+        ({"rope_type": "default", "rope_theta": 300.0}, {"rope_theta": 300.0}),
+        (
+            {"rope_type": "yarn", "rope_theta": 300.0, **YARN},
+            {"rope_theta": 300.0, "rope_scaling": {"type": "yarn", **YARN}},
+        ),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["of transformers 5", "older"])
+def test_rope_is_read_in_both_spellings(
+    spelling: str, rope_parameters: dict[str, object], older: dict[str, object], tmp_path: Path
+) -> None:
+    oracle = Oracle.create(tmp_path, {"rope_parameters": rope_parameters})
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert "rope_theta" not in config, "transformers 5 says it in rope_parameters only"
+    if spelling == "older":
+        dtypes = {"dtype": None, "torch_dtype": "float32"}
+        edit_config(tmp_path, {"rope_parameters": None, **dtypes, **older})
+    prompts = oracle.prompts([40, 7], 20)
+    assert tokens_of(make_llm(tmp_path).generate(prompts, greedy_params(20))) == [
+        oracle.greedy(prompt, 20) for prompt in prompts
+    ]
+
+
+class DtypeKeeper(Observer):
+    """Keeps what the engine says of dtypes."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[str | None] = []
+
+    def engine_init(self, config: Config, model_config: ModelConfig) -> None:
+        """Keep both."""
+        self.dtypes = [config.dtype, model_config.dtype]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_said", [True, False])
+def test_checkpoints_of_any_dtype_run_in_float32_on_a_cpu(
+    stored: torch.dtype, is_said: bool, tmp_path: Path
+) -> None:
+    name = str(stored).removeprefix("torch.")
+    reference: Any = make_reference()
+    save_reference(reference.to(stored), tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    oracle = Oracle(reference, tmp_path)
+    if not is_said:
+        edit_config(tmp_path, {"dtype": None})
+    keeper = DtypeKeeper()
+    llm = make_llm(tmp_path, keeper)
+    assert keeper.dtypes == ["float32", name if is_said else None]
+    prompts = oracle.prompts([5, 17], 15)
+    assert tokens_of(llm.generate(prompts, greedy_params(15))) == [
+        oracle.greedy(prompt, 15) for prompt in prompts
+    ]

@@ -23,6 +23,7 @@ from nvtrace import reader
 from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts, NewerTraceError, Unknown, decode
 from nvtrace.reader import UnreadableTraceError, read_blocks, read_trace
 from support.examples import changed, example_trace, line_of
+from support.recording import BUSY, Recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -480,3 +481,10 @@ def test_a_newer_minor_version_is_read_and_what_is_new_is_counted() -> None:
     assert isinstance(records[-1], Footer)
     assert len(warnings) == 2  # and the footer's number speaks of events that are not there
     assert "MOON x 2, SUN x 1" in warnings[0]
+
+
+def test_lines_that_are_missing_from_the_middle_are_noticed() -> None:
+    lines = Recording(BUSY).data.splitlines(keepends=True)
+    warnings: list[str] = []
+    list(read_trace(io.BytesIO(b"".join(lines[:20] + lines[27:])), warn=warnings.append))
+    assert warnings == ["the trace: 7 events are missing, by the numbers of those that are there"]

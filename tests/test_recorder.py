@@ -26,7 +26,8 @@ from nvtrace.events import new
 from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder, record
-from support.fake_runner import make_engine
+from support.every import every
+from support.fake_runner import Settings, make_engine
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import MemoryFile, Run
 
@@ -57,7 +58,7 @@ def recorded(speak: Callable[[Recorder], object]) -> list[Record]:
 # -- one word in three spellings -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@every("hook", HOOKS)
 def test_the_recorder_overrides_each_hook_with_the_same_parameters(hook: str) -> None:
     assert hook in vars(Recorder)
     ours, theirs = vars(Recorder)[hook], vars(Observer)[hook]
@@ -466,3 +467,32 @@ def test_a_recorder_records_one_engine() -> None:
     make_engine(BUSY.settings, recorder)
     with pytest.raises(ValueError, match=r"one record\(\) for each LLM"):
         make_engine(BUSY.settings, recorder)
+
+
+# -- after the run, and before it ------------------------------------------------------------------
+
+
+def test_an_engine_goes_on_after_its_trace_is_closed_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with record(tmp_path / "trace.jsonl") as recorder:
+        engine = make_engine(Settings(), recorder)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for _ in range(2):
+        assert len(engine.generate([[1, 2]], params)[0]["token_ids"]) == 3
+    assert capsys.readouterr().err.count("the trace is closed") == 1
+    assert len(list(read_trace(tmp_path / "trace.jsonl", warn=pytest.fail))) > 2
+
+
+def test_ready_in_counts_from_the_engines_start_not_from_the_recorders() -> None:
+    file = MemoryFile()
+    recorder = Recorder(Sink(file))
+    start = recorder.trace.now()
+    while recorder.trace.now() - start < 50_000_000:
+        pass
+    make_engine(Settings(), recorder)
+    recorder.close()
+    events = [r for r in read_trace(io.BytesIO(file.contents)) if isinstance(r, ev.Event)]
+    (init,) = [event for event in events if isinstance(event, ev.EngineInit)]
+    (ready,) = [event for event in events if isinstance(event, ev.EngineReady)]
+    assert ready.duration_ns <= ready.ts_ns - init.ts_ns + 1_000_000

@@ -29,6 +29,7 @@ from nvtrace.reference import (
     type_name,
 )
 from nvtrace.source import calls_of, definition_of, hook_of
+from support.every import every
 
 DOCS = Path(__file__).parents[1] / "docs"
 CATALOGS = Path(nvtrace.catalog.__file__).parent
@@ -166,7 +167,7 @@ def test_codes_are_written_as_words() -> None:
     assert "event_id" not in fields
 
 
-@pytest.mark.parametrize("tag", EVENT_TYPES)
+@every("tag", EVENT_TYPES)
 def test_every_event_has_an_observer_method_whose_place_is_found(tag: str) -> None:
     hook = hook_of(tag)
     assert callable(getattr(Observer, hook))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.layers import sampler as sampler_module
 from nanovllm.layers.sampler import Sampler, SamplingTensors, gumbel_noise
-from nanovllm.sampling_params import SamplingParams
+from support.models import VOCAB_SIZE
+from support.oracle import Oracle, greedy_params, make_llm, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NUM_DRAWS = 20_000
 # A right sampler's chi-square exceeds this once in a thousand seeds; the seeds here are fixed.
@@ -284,3 +289,79 @@ def test_the_logits_are_left_as_they_are() -> None:
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         params_of(3, seeds=[1, 2])
+
+
+# -- through the whole engine ----------------------------------------------------------------------
+
+
+GOOD = [5, 6, 7]
+
+
+def llm_with_logits(folder: Path, row: list[float], monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An engine whose model gives these logits to the first tokens, whatever the text, and no more.
+
+    Everything around the model's answer is as ever.
+    """
+    llm = make_llm(folder)
+    logits = torch.full((VOCAB_SIZE,), -torch.inf)
+    logits[: len(row)] = torch.tensor(row)
+    compute = llm.model_runner.model.compute_logits
+
+    def fixed(hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(compute(hidden_states)) + logits
+
+    monkeypatch.setattr(llm.model_runner.model, "compute_logits", fixed)
+    return llm
+
+
+@pytest.mark.parametrize("row", [[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [3.0] * 4])
+def test_greedy_ties_go_to_the_lowest_id_in_a_mixed_batch(
+    row: list[float], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_with_logits(oracle.folder, row, monkeypatch)
+    params = [
+        SamplingParams(t, max_tokens=20, seed=1, ignore_eos=True) for t in (0.0, 1.0, 0.0, 0.3)
+    ]
+    outputs = tokens_of(llm.generate([GOOD] * 4, params))
+    lowest = row.index(max(row))
+    assert outputs[0] == outputs[2] == [lowest] * 20
+    assert len(set(outputs[1])) > 1, "at temperature 1 the others are drawn too"
+
+
+def test_an_engines_top_p_keeps_the_token_that_crosses_p(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_with_logits(oracle.folder, [math.log(p) for p in (0.1, 0.2, 0.3, 0.4)], monkeypatch)
+
+    def seen(**options: Any) -> set[int]:  # noqa: ANN401 - any option
+        params = SamplingParams(max_tokens=100, seed=5, **options)
+        return set(llm.generate([GOOD], params)[0]["token_ids"])
+
+    assert seen(top_p=0.6) == {2, 3}
+    assert seen(top_p=0.3) == {3}
+    assert seen(top_p=0.8) == {1, 2, 3}
+    assert seen(top_p=1.0) == {0, 1, 2, 3}
+    assert seen(top_k=2) == {2, 3}
+    assert seen(top_k=3, top_p=0.5) == {2, 3}, "0.4 and 0.3 of the 0.9 that top-k left"
+
+
+def test_top_k_1_is_greedy(oracle: Oracle) -> None:
+    llm = make_llm(oracle.folder)
+    prompts = oracle.prompts([3, 9, 1], 15, seed=5)
+    params = [
+        SamplingParams(1.0, max_tokens=15, top_k=1),
+        SamplingParams(5.0, max_tokens=15),
+        SamplingParams(0.5, max_tokens=15, top_k=1, top_p=0.5),
+    ]
+    outputs = tokens_of(llm.generate(prompts, params))
+    assert outputs[0] == oracle.greedy(prompts[0], 15)
+    assert outputs[2] == oracle.greedy(prompts[2], 15)
+
+
+def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch(oracle: Oracle) -> None:
+    llm = make_llm(oracle.folder)
+    seeded = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=15, seed=11)
+    alone = llm.generate([GOOD], seeded)[0]["token_ids"]
+    for others in ([greedy_params(15)], [SamplingParams(2.0, top_k=5)] * 3, [seeded]):
+        outputs = llm.generate([*([[70, 71]] * len(others)), GOOD], [*others, seeded])
+        assert outputs[-1]["token_ids"] == alone

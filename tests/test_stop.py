@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, Observer, SamplingParams
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.errors import TokenizerError
 from nvtrace import events as ev
+from nvtrace import read_trace, record
+from nvtrace.check import check
+from nvtrace.events import EngineReady
 from support.fake_runner import Settings, make_engine
-from support.oracle import Oracle, make_llm
+from support.models import edit_config
+from support.oracle import Oracle, greedy_params, make_llm, save_tokenizer, tokens_of
 from support.recording import Recording
 from support.workload import Request, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +162,50 @@ def test_a_stopped_request_gives_its_pages_back_in_the_same_step() -> None:
     assert last_step.free_blocks == 8
     [enqueued] = [r for r in recording.records if isinstance(r, ev.RequestEnqueue)]
     assert enqueued.stop == ["d", "e", "f"]
+
+
+# -- the three files that name an end of sequence --------------------------------------------------
+
+
+class EndKeeper(Observer):
+    """Keeps what ENGINE_READY says of the ends."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, str] = {}
+
+    def engine_ready(
+        self, num_kvcache_blocks: int, eos_token_ids: Sequence[int], eos_sources: Sequence[str]
+    ) -> None:
+        """Keep both."""
+        assert num_kvcache_blocks
+        self.ends = dict(zip(eos_token_ids, eos_sources, strict=True))
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json", "tokenizer"])
+def test_an_end_that_only_one_file_names_ends_a_text(
+    place: str, oracle: Oracle, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(oracle.folder, tmp_path / "copy")
+    [prompt] = oracle.prompts([6], 8)
+    with_no_end = make_llm(oracle.folder).generate([prompt], greedy_params(8, ignore_eos=True))
+    [tokens] = tokens_of(with_no_end)
+    end = tokens[3]
+    ids = dict.fromkeys(("config.json", "generation_config.json", "tokenizer"), 1) | {place: end}
+    save_tokenizer(copy, eos=f"w{ids['tokenizer']}" if place == "tokenizer" else "<end>")
+    edit_config(copy, {"eos_token_id": ids["config.json"]})
+    generation = {"eos_token_id": [ids["generation_config.json"]]}
+    (copy / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+    keeper = EndKeeper()
+    llm = make_llm(copy, keeper)
+    [output] = llm.generate([prompt], greedy_params(8))
+
+    assert output["token_ids"] == tokens[: tokens.index(end) + 1]
+    assert output["finish_reason"] == "stop"
+    assert keeper.ends == {1: ", ".join(name for name in ids if name != place), end: place}
+    assert tokens_of(llm.generate([prompt], greedy_params(8, ignore_eos=True))) == [tokens]
+    with record(tmp_path / "trace.jsonl") as recorder:
+        make_llm(copy, recorder).generate([prompt], greedy_params(8))
+    [ready] = [e for e in read_trace(tmp_path / "trace.jsonl") if isinstance(e, EngineReady)]
+    assert dict(zip(ready.eos_token_ids, ready.eos_sources or [], strict=True)) == keeper.ends
+    assert [*check(read_trace(tmp_path / "trace.jsonl"))] == []

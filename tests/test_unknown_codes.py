@@ -20,6 +20,7 @@ from nvtrace.reader import read_trace
 from nvtrace.reference import RECORD_TYPES
 from support.cli import call
 from support.cli_traces import write_records
+from support.every import every
 from support.mutations import traces
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def test_the_picture_has_it(field: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert (done.code, WORD in done.out) == (0, field != "previous")
 
 
-@pytest.mark.parametrize(("tag", "field"), CODED)
+@every("tag, field", CODED)
 def test_frames_hold_it(tag: str, field: str, tmp_path: Path) -> None:
     trace = nvtrace.load(written(tmp_path / "trace.jsonl", with_word(tag, field)))
     frames = [trace.events, trace.steps, trace.tokens, trace.blocks, trace.requests]

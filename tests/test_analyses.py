@@ -346,7 +346,7 @@ def test_the_sum_that_ends_in_the_pages_of_a_gpu() -> None:
         ("a step's tensors", "less", 50),
         ("CUDA graphs", "less", 30),
         ("available", "left", 620),
-        ("KV pages", "less", 600),
+        ("KV blocks", "less", 600),
         ("unused", "left", 20),
     ]
 
@@ -360,9 +360,9 @@ def test_the_sum_of_a_cpu_ends_at_its_limit(folder: Path) -> None:
     assert by_term["beyond the limit"] == whole - 6 * GIB - 2 * GIB
     assert by_term["other ranks"] == 0
     assert by_term["available"] == 2 * GIB
-    less = terms[terms["kind"] == "less"]["num_bytes"].sum() - by_term["KV pages"]
+    less = terms[terms["kind"] == "less"]["num_bytes"].sum() - by_term["KV blocks"]
     assert by_term["total"] - less == by_term["available"]
-    assert by_term["available"] - by_term["KV pages"] == by_term["unused"]
+    assert by_term["available"] - by_term["KV blocks"] == by_term["unused"]
 
 
 def test_a_trace_without_a_budget_has_no_sum() -> None:

@@ -139,7 +139,9 @@ def test_a_number_that_its_column_cannot_hold_is_an_error_that_names_it(
 
 
 def test_an_unknown_kind_of_event_is_an_error_that_names_the_known_ones(folder: Path) -> None:
-    with pytest.raises(KeyError, match="'STEP_STOP' is no kind of event: they are ENGINE_INIT, "):
+    with pytest.raises(
+        KeyError, match="'STEP_STOP' is not a kind of event: these are ENGINE_INIT, "
+    ):
         nvtrace.load(folder / "article.jsonl").table("STEP_STOP")
 
 

@@ -379,7 +379,7 @@ def test_names_of_events_are_asked_of_one_and_the_same_event() -> None:
         ("free_bloks < 10", 1, "did you mean free_blocks?"),
         ("free_blocks < ten", 15, "free_blocks is a number, and ten is none"),
         ("event == PREEMT", 10, "did you mean PREEMPT?"),
-        ("event == 7", 10, "no event is called 7"),
+        ("event == 7", 10, "there is no event 7"),
         ("waiting == 3", 12, "ask 3 in waiting"),
         ("free_blocks < 10 waiting_len > 1", 18, "expected and, or, or the end"),
         ("(free_blocks < 10", 18, "expected )"),
@@ -683,7 +683,7 @@ def test_shared_pages_show_how_many_share_them(
     shared = [page["ref_count"] for page in pages if page["ref_count"] > 1]
     assert shared
     picture = call(capsys, "at", trace, "--until", "shared_blocks > 0").out
-    row = picture.partition("KV pages")[2].splitlines()[1]
+    row = picture.partition("KV blocks")[2].splitlines()[1]
     assert row.count("2") == len(shared)
 
 
@@ -694,7 +694,7 @@ def test_shared_pages_show_how_many_share_them(
         (["--backwards"], 2, "give --until"),
         (["1", "--json", "--plain"], 2, "give one"),
         (["--until", "free_blocks <"], 2, "column 14"),
-        (["--until", "free_blocks < 0"], 1, "holds nowhere in crowded.jsonl"),
+        (["--until", "free_blocks < 0"], 1, "is true nowhere in crowded.jsonl"),
         (["9", "--until", "free_blocks < 0"], 1, "from step 9"),
         (["9", "--until", "event == ENGINE_RESET", "--backwards"], 1, "up to step 9"),
     ],

@@ -437,7 +437,7 @@ def test_the_steps_page_shows_the_step_among_its_neighbours(
     assert any(line.split()[:1] == ["148"] for line in lines)
     assert any(line.startswith("running       1: 1") for line in lines)
     assert any(line.startswith("SCHEDULE_DECODE | ") for line in lines)
-    assert "KV pages: 73 of 256 tokens" in drawn
+    assert "KV blocks: 73 of 256 tokens" in drawn
 
 
 @pytest.mark.usefixtures("eighty_columns")
@@ -449,7 +449,7 @@ def test_a_message_and_a_prompt_stand_in_the_last_row(
     assert "search for: free_blocks < 3" in frame(capsys, trace, asked, 80, 24, lang="en")
     answered = View(1, message=Message("not_found_after", "seq_id == 9"))
     last = frame(capsys, trace, answered, 80, 24, lang="en").splitlines()[-1]
-    assert last.rstrip() == "seq_id == 9 holds nowhere after this step"
+    assert last.rstrip() == "seq_id == 9 is true nowhere after this step"
 
 
 @pytest.mark.usefixtures("eighty_columns")
@@ -655,7 +655,7 @@ def test_it_does_not_start_with_an_option_for_other_views(
 def test_a_trace_on_stdin_cannot_be_browsed(capsys: pytest.CaptureFixture[str]) -> None:
     outcome = call(capsys, "replay", "-", "-i")
     assert outcome.code == 2
-    assert "name a file instead of -" in outcome.err
+    assert "give a file instead of -" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_shards_are_loaded_with_and_without_an_index(untied: Path) -> None:
 
 def test_a_folder_without_weights_is_refused(untied: Path) -> None:
     (untied / "model.safetensors").unlink()
-    assert_refuses(untied, "holds no .safetensors file")
+    assert_refuses(untied, "has no .safetensors file")
     (untied / "pytorch_model.bin").write_bytes(b"weights")
     assert_refuses(untied, "only pytorch_model.bin", "convert")
 

@@ -33,7 +33,7 @@ def test_a_link_is_never_renamed_and_what_it_leads_to_never_lost(tmp_path: Path)
     target, link = tmp_path / "target.jsonl", tmp_path / "trace.jsonl"
     target.write_text("precious")
     link.symlink_to(target)
-    with pytest.raises(FileExistsError, match="name another file"):
+    with pytest.raises(FileExistsError, match="give another file"):
         open_sink(link, existing="error")
     assert target.read_text() == "precious"
     sink, kept = open_sink(link)
@@ -91,7 +91,7 @@ def test_lines_that_are_missing_from_the_middle_are_noticed() -> None:
     lines = Recording(BUSY).data.splitlines(keepends=True)
     warnings: list[str] = []
     list(read_trace(io.BytesIO(b"".join(lines[:20] + lines[27:])), warn=warnings.append))
-    assert warnings == ["the trace: 7 events are missing, by the numbers of those that are there"]
+    assert warnings == ["the trace: 7 events are missing, according to the event ids"]
 
 
 def test_steps_that_run_backwards_are_no_trace() -> None:

@@ -115,7 +115,7 @@ def test_a_reset_while_requests_are_there_is_refused(num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
     stats = engine.prefix_cache_stats()
-    with pytest.raises(RuntimeError, match="1 requests are unfinished and may use cached pages"):
+    with pytest.raises(RuntimeError, match="1 requests are unfinished and may use cached blocks"):
         engine.reset_prefix_cache()
     assert engine.prefix_cache_stats() == stats
     assert engine.scheduler.block_manager.cached_blocks

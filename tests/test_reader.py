@@ -225,7 +225,7 @@ def test_lines_behind_the_footer_are_said_to_be_there(behind: list[bytes]) -> No
     records, warnings = read(b"".join([*LINES, *behind]))
     assert len(records) == len(LINES) + len(behind)
     assert [warning for warning in warnings if "footer" in warning] == [
-        f"the trace: {len(behind)} lines come after the footer, which should be the last"
+        f"the trace: {len(behind)} lines come after the footer, which must be the last"
     ]
 
 
@@ -235,7 +235,7 @@ def test_rubbish_behind_the_footer_was_not_cut_off(rubbish: bytes, behind: list[
     records, warnings = read(b"".join([*LINES, *behind, rubbish]))
     assert len(records) == len(LINES) + len(behind)
     assert [warning for warning in warnings if "footer" in warning or "cut" in warning] == [
-        f"the trace: {len(behind) + 1} lines come after the footer, which should be the last"
+        f"the trace: {len(behind) + 1} lines come after the footer, which must be the last"
     ]
 
 

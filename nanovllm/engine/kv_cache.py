@@ -129,9 +129,9 @@ def estimate_budget(
         lowering = "lower max_num_batched_tokens, " if is_gpu else ""
         lowering += "lower kvcache_block_size, " if available > 0 else ""
         raise KVCacheError(
-            f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
+            f"no KV block fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
             f"{config.gpu_memory_utilization} - {used / GIB:.2f} GiB in use (by all programs)"
-            f"{a_steps} leaves {available / GIB:.2f} GiB, and a page of "
+            f"{a_steps} leaves {available / GIB:.2f} GiB, and a block of "
             f"{config.kvcache_block_size} tokens takes {block_bytes / GIB:.3f} GiB; free some "
             f"memory, {raising}{lowering}or set num_kvcache_blocks"
         )
@@ -171,8 +171,8 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
     )
     size = budget.num_blocks * budget.block_bytes
     refusal = KVCacheError(
-        f"the {budget.num_blocks} KV pages take {size / GIB:.2f} GiB, which {device} does not "
-        "give: lower num_kvcache_blocks"
+        f"the {budget.num_blocks} KV blocks take {size / GIB:.2f} GiB, which {device} cannot "
+        "allocate: lower num_kvcache_blocks"
     )
     if size > budget.total_bytes:  # a CPU would allocate them, and fail when they are used
         raise refusal

@@ -184,7 +184,7 @@ class LLMEngine:
         with self._turn:
             if not self.is_finished():
                 raise RuntimeError(
-                    f"{len(self.requests)} requests are unfinished and may use cached pages: run "
+                    f"{len(self.requests)} requests are unfinished and may use cached blocks: run "
                     "step() until is_finished(), or abort() them, before reset_prefix_cache()"
                 )
             self.scheduler.block_manager.reset_prefix_cache()

@@ -155,7 +155,7 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
             return name, reason
         if reason == "first_choice":
             reason = obstacle
-    raise AssertionError("sdpa has no needs")
+    raise AssertionError("sdpa has no requirements")
 
 
 def make_attention_backend(name: str) -> AttentionBackend:

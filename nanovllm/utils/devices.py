@@ -50,7 +50,7 @@ def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple
     has_bfloat16 = device == "cpu" or capability >= FIRST_WITH_BFLOAT16
     if asked == "bfloat16" and not has_bfloat16:
         raise ValueError(
-            f"this GPU (compute capability {capability[0]}.{capability[1]}) does not compute in "
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) does not support "
             "bfloat16: use dtype='float16' or dtype='auto'"
         )
     if asked != "auto":

@@ -52,7 +52,9 @@ def _checked(name: str, value: object, policies: Collection[str]) -> object:
         at_least, below = _WHOLE_NUMBERS[name]
         number = whole_number(name, value, at_least=at_least, below=below)
         if name == "max_model_len" and number < _LEAST_LENGTH:
-            raise ValueError("max_model_len must be at least 2: one token in, one out")
+            raise ValueError(
+                "max_model_len must be at least 2: one token of prompt, one of completion"
+            )
         return number
     if name in _SHARES:
         return real_number(name, value, low=0, high=_SHARES[name], with_low=False)
@@ -88,5 +90,5 @@ def _uneven_split(num_ranks: int, model: ModelConfig, what: str) -> ValueError:
     ]
     return ValueError(
         f"this model cannot be split by tensor_parallel_size={num_ranks}: {what}; "
-        f"it can be by {', '.join(possible)}"
+        f"it can be split by {', '.join(possible)}"
     )

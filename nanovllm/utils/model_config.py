@@ -112,9 +112,9 @@ class ModelConfig:
             return
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in SIZE_FIELDS)
         raise ModelConfigError(
-            f"{folder}/config.json describes a model that does not fit: {self.num_parameters} "
-            f"parameters of {bytes_per_parameter} bytes ({weight_bytes / GIB:.4g} GiB) and a table "
-            f"of {num_positions} positions ({table_bytes / GIB:.4g} GiB), where the memory has "
+            f"{folder}/config.json describes a model that does not fit into memory: "
+            f"{self.num_parameters} parameters of {bytes_per_parameter} bytes "
+            f"({weight_bytes / GIB:.4g} GiB) and a table of {num_positions} positions ({table_bytes / GIB:.4g} GiB), but the memory has "
             f"{total_bytes / GIB:.4g} GiB; if {sizes} are right, take a smaller model, dtype or "
             "max_model_len."
         )
@@ -136,7 +136,10 @@ class ModelConfig:
         num_attention_heads = fields.count("num_attention_heads")
         max_position_embeddings = fields.count("max_position_embeddings")
         if max_position_embeddings < 2:  # noqa: PLR2004 - one token of prompt, one of completion
-            raise fields.error("max_position_embeddings", "must be at least 2: one in, one out")
+            raise fields.error(
+                "max_position_embeddings",
+                "must be at least 2: one token of prompt, one of completion",
+            )
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)
         rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)
@@ -185,7 +188,7 @@ def _read_json(file: Path, *, optional: bool = False) -> JsonFields:
     if not is_there(file):
         if optional:
             return JsonFields(file, {})
-        raise ModelConfigError(f"{file.parent} has no {file.name}; is it the folder of a model?")
+        raise ModelConfigError(f"{file.parent} has no {file.name}; is it a model folder?")
     content = read_json(file, ModelConfigError)
     if not isinstance(content, dict):
         raise ModelConfigError(f"{file} must hold a JSON object, not {type(content).__name__}.")
@@ -236,7 +239,7 @@ def _head_dim(fields: JsonFields, hidden_size: int, num_attention_heads: int) ->
     head_dim = fields.count("head_dim", default=hidden_size // num_attention_heads)
     if head_dim % 2 != 0:
         raise fields.error(
-            "head_dim", f"must be even, since RoPE turns pairs of numbers; it is {head_dim}"
+            "head_dim", f"must be even, because RoPE rotates pairs of numbers; it is {head_dim}"
         )
     return head_dim
 

@@ -192,7 +192,7 @@ class _Parser:
 
     def _name(self, token: _Token) -> str:
         if token.kind != "word" or token.text in _KEYWORDS:
-            raise self._error("expected a name, as free_blocks or event", token)
+            raise self._error("expected a name, such as free_blocks or event", token)
         name = token.text
         if name not in STATE_FIELDS and name not in _EVENT_FIELDS:
             raise self._error(f"no state or event has {name}{_hint(name, _ALL_NAMES)}", token)
@@ -218,7 +218,7 @@ class _Parser:
         if name in {"waiting", "running"}:
             raise self._error(f"{name} is a list: ask {token.text} in {name}", token)
         if name in STATE_FIELDS and not isinstance(value, int | float):
-            raise self._error(f"{name} is a number, and {token.text} is none", token)
+            raise self._error(f"{name} is a number, and {token.text} is not", token)
 
     # -- tokens ----------------------------------------------------------------------------------
 

@@ -105,7 +105,9 @@ class TraceWriter:
         if not self._is_closed:
             self._notes.append(_Note(cls, now, phase, fields))
         else:
-            self._say_once("the trace is closed; what the engine does from now on is not in it")
+            self._say_once(
+                "the trace is closed; it does not record what the engine does from now on"
+            )
         return now
 
     def add_grouped(
@@ -136,7 +138,7 @@ class TraceWriter:
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
-                "this process is a fork, and the trace is its parent's: nothing is added"
+                "this process is a fork, and the trace is its parent's: nothing is recorded here"
             )
             return
         with self._turn:
@@ -208,7 +210,7 @@ class TraceWriter:
         try:
             self._logger.emit(record)
         except BaseException as error:  # a processor's: without it the file is no trace
-            self._lose("what a processor makes of the header or footer", error)
+            self._lose("what a processor returned for the header or footer", error)
             self.sink.write(encode(None, "", {"record": record}))
             if not isinstance(error, Exception):
                 raise

@@ -65,7 +65,7 @@ def add_rms_norm(
     if residual is not None:
         require_shape("residual", residual, (num_tokens, size))
     elif num_parts:
-        raise ValueError("x in parts needs a residual to be added to.")
+        raise ValueError("x in parts needs a residual.")
     normed = torch.empty(num_tokens, size, dtype=weight.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if num_tokens:

@@ -649,7 +649,7 @@ def test_it_does_not_start_with_an_option_for_other_views(
 ) -> None:
     outcome = call(capsys, "replay", folder / "crowded.jsonl", "-i", *option)
     assert outcome.code == 2
-    assert outcome.err.endswith(f"leave out {option[0]}\n")
+    assert outcome.err.endswith(f"remove {option[0]}\n")
 
 
 def test_a_trace_on_stdin_cannot_be_browsed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,10 +157,7 @@ def test_a_trace_that_was_filtered_and_is_damaged_says_so(tmp_path: Path) -> Non
     dropped = f"{trace}: the processors of record() dropped some events"
     warnings: list[str] = []
     list(read_trace(trace, warn=warnings.append))
-    assert warnings == [
-        dropped,
-        f"{trace}: 2 events are missing, according to the event ids",
-    ]
+    assert warnings == [dropped, f"{trace}: 2 events are missing, according to the event ids"]
     assert [fault.code for fault in validate(trace, Validator(), warn=lambda _warning: None)] == [
         "num_events"
     ]

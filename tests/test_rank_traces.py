@@ -181,7 +181,9 @@ def test_of_every_older_trace_it_is_said_where_it_is_now(
         config = Config.create(oracle.folder, {"tensor_parallel_size": 2})
         recorder.engine_init(config, ModelConfig.from_folder(oracle.folder))
         tap.has_engine = is_ready
-    told = dict(re.findall("nvtrace: (.*) already existed: it is now (.*)\n", capsys.readouterr().err))
+    told = dict(
+        re.findall("nvtrace: (.*) already existed: it is now (.*)\n", capsys.readouterr().err)
+    )
     renamed = [*older] if has_rank_0 else [rank_path(path, 1)]
     assert [*told] == ([str(file) for file in renamed] if is_ready else [])
     for file, text in older.items():

@@ -204,7 +204,9 @@ def test_what_can_never_fit_the_pool_is_refused_and_changes_nothing(
     prompt_len: int, max_tokens: int, need: int
 ) -> None:
     engine = engine_with(Witness(), kvcache_block_size=4, num_kvcache_blocks=2)
-    with pytest.raises(RequestRefusedError, match=f"{need} blocks of 4 tokens, but the pool has 2") as told:
+    with pytest.raises(
+        RequestRefusedError, match=f"{need} blocks of 4 tokens, but the pool has 2"
+    ) as told:
         add(engine, prompt_len, max_tokens)
     assert (told.value.reason, told.value.need, told.value.have) == ("never_fits", need, 2)
     assert engine.is_finished()

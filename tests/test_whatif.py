@@ -329,7 +329,9 @@ def test_an_answer_that_ends_for_no_reason_is_an_inconsistent_trace() -> None:
     records = [item for item in recorded(crowded_run()) if isinstance(item, Header | ev.Event)]
     last = max(place for place, item in enumerate(records) if isinstance(item, ev.SampleTokens))
     recording = read_recording(records[:last] + records[last + 1 :])
-    with pytest.raises(InconsistentTraceError, match="no token or limit in the trace is the reason"):
+    with pytest.raises(
+        InconsistentTraceError, match="no token or limit in the trace is the reason"
+    ):
         rerun(recording, recording.settings, recording.step_times())
 
 

@@ -105,8 +105,8 @@ class Scheduler:
             block_size = self.block_manager.block_size
             raise RequestRefusedError(
                 f"the request may grow to {longest} tokens in the KV cache = {need} blocks of "
-                f"{block_size}, but the pool has {have}: lower max_tokens, shorten the "
-                f"prompt, or raise num_kvcache_blocks to {need}",
+                f"{block_size} tokens, but the pool has {have}: lower max_tokens, shorten "
+                f"the prompt, or raise num_kvcache_blocks to {need}",
                 reason="never_fits",
                 need=need,
                 have=have,

@@ -62,7 +62,7 @@ trace.events[trace.events["step"] == 2][["event", "phase", "reason"]]
 
 # %% [markdown]
 # Decided (`SCHEDULE_DECODE`); computed (laid out, run, a token drawn for each); taken in
-# (`STEP_END`). Step 1 is longer, since two requests come on: each gets a page for its keys and
+# (`STEP_END`). Step 1 is longer, since two requests come on: each gets a block for its keys and
 # values, and moves from the waiting queue to the running queue.
 
 # %%
@@ -170,13 +170,13 @@ assert trace.table("GENERATE_FINISH")["total_steps"].item() == 256
 
 # %% [markdown]
 # And at any moment in between, `trace.at` has the engine's whole state. In the step after the first
-# end, one request is running, and its page is the only one in use:
+# end, one request is running, and its block is the only one in use:
 
 # %%
 state = trace.at(177)
 print("running", state.running, "waiting", state.waiting)
 print("tables ", {seq_id: state.sequences[seq_id].block_table for seq_id in state.running})
-print("free pages", len(state.free_blocks), "of", state.num_blocks)
+print("free blocks", len(state.free_blocks), "of", state.num_blocks)
 
 # %% [markdown]
 # ## Your turn
@@ -239,7 +239,7 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# A page holds the keys and values of 256 tokens, so for a long time one page is enough for request
+# A block holds the keys and values of 256 tokens, so for a long time one block is enough for request
 # 1. Then it needs a second one. In which step?
 
 # %% tags=["exercise"]
@@ -251,7 +251,7 @@ check(
     step_of_second_page,
     lambda step: step == appended["step"].item(),
     hint="step 1 computes positions 0 to 16, step 2 position 17, step n position 15 + n; the first "
-    "page ends with position 255",
+    "block ends with position 255",
 )
 
 # %% [markdown]

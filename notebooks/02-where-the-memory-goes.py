@@ -4,7 +4,7 @@
 # **Question:** How much of a GPU's memory is left for keys and values, and who has the rest?
 #
 # An engine that starts has to answer this before it can take a single request. The article's log
-# says 3,052 pages and leaves it at that. We take the number apart, term by term: first on a machine
+# says 3,052 blocks and leaves it at that. We take the number apart, term by term: first on a machine
 # of our own (an H200, Qwen3-0.6B's shape), then the article's.
 #
 # Before: the page on [the KV budget](../docs/en/concepts/kv-budget.md).
@@ -67,18 +67,18 @@ print(f"{weights['num_bytes'] / GIB:.2f} GiB of {budget['total_bytes'] / GIB:.1f
 assert weights["num_bytes"] < 0.01 * budget["total_bytes"]
 
 # %% [markdown]
-# ## A page
+# ## A block
 #
-# A token leaves a key and a value in each layer and each KV head. A page holds 256 tokens.
+# A token leaves a key and a value in each layer and each KV head. A block holds 256 tokens.
 
 # %%
 token_bytes = 2 * 28 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bytes of a bfloat16
-print(token_bytes // 1024, "KiB a token,", token_bytes * 256 // 2**20, "MiB a page of 256 tokens")
+print(token_bytes // 1024, "KiB a token,", token_bytes * 256 // 2**20, "MiB a block of 256 tokens")
 assert token_bytes * 256 == budget["block_bytes"]
 
 # %% [markdown]
 # A token takes 112 KiB. Turn it round: ten thousand tokens of context weigh as much as all weights
-# of the model. This is why the pages get everything that is left, and why it matters how much that
+# of the model. This is why the blocks get everything that is left, and why it matters how much that
 # is.
 
 # %%
@@ -89,7 +89,7 @@ assert round(weights["num_bytes"] / token_bytes, -3) == 10_000
 # ## What a step needs for itself
 #
 # While a step computes, it holds tensors between the layers. How many bytes? The engine tries it
-# out: before there is any page it runs a made-up step of the largest size, and asks the allocator
+# out: before there is any block it runs a made-up step of the largest size, and asks the allocator
 # for its peak.
 
 # %%
@@ -108,7 +108,7 @@ print(
 #
 # Now all of it. Of the whole device the engine may use nine tenths (`gpu_memory_utilization`, 0.9
 # unless you say otherwise). Off go what is used already, a step's tensors, and the recorded CUDA
-# graphs. What remains is pages.
+# graphs. What remains is blocks.
 
 # %%
 available = (
@@ -118,7 +118,7 @@ available = (
     - budget["graph_pool_bytes"]
 )
 num_pages = available // budget["block_bytes"]
-print(f"{available:,} bytes, {available / GIB:.0f} GiB, are {num_pages:,} pages")
+print(f"{available:,} bytes, {available / GIB:.0f} GiB, are {num_pages:,} blocks")
 assert available == budget["available_bytes"]
 assert num_pages == budget["num_blocks"] == 4389
 print(f"{available / budget['total_bytes']:.0%} of {budget['total_bytes'] / GIB:.0f} GiB")
@@ -128,13 +128,13 @@ figure, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
 _ = plots.memory_waterfall(memory_budget(trace.table("KV_BUDGET_ESTIMATE")), ax)
 
 # %% [markdown]
-# 4,389 pages. The largest bite is none of the engine's needs: it is the tenth that it keeps its
+# 4,389 blocks. The largest bite is none of the engine's needs: it is the tenth that it keeps its
 # hands off, in case anybody else wants some. "Used" is more than the engine's tensors, too: the
 # driver's own needs, kernels, other programs. The engine sees their sum only.
 
 # %%
 left_alone = budget["total_bytes"] * (1 - budget["utilization"])
-print(f"left alone {left_alone / GIB:.1f} GiB, {left_alone // budget['block_bytes']:.0f} pages")
+print(f"left alone {left_alone / GIB:.1f} GiB, {left_alone // budget['block_bytes']:.0f} blocks")
 print(
     f"used {budget['used_bytes'] / GIB:.2f} GiB, of it {budget['current_bytes'] / GIB:.2f} tensors"
 )
@@ -144,25 +144,25 @@ print(
 #
 # The article's log says `total_mem=95.09GiB free=93.43GiB used=1.66GiB peak_alloc=1.60GiB
 # curr_alloc=1.16GiB gpu_memory_utilization=0.9`, and one line above it has three decimals of the
-# first ones. Its model has the same shape as ours, so its pages have the same size.
+# first ones. Its model has the same shape as ours, so its blocks have the same size.
 
 # %%
 total, free, peak, current, utilization = 95.085, 93.426, 1.599, 1.16, 0.9  # GiB
 used = total - free
 article_gib = total * utilization - used - (peak - current)
 article_pages = article_gib * GIB / 29_360_128
-print(f"{article_gib:.2f} GiB = {article_pages:.2f} pages")
+print(f"{article_gib:.2f} GiB = {article_pages:.2f} blocks")
 assert budget["block_bytes"] == 29_360_128  # the article's block_bytes
 
 # %% [markdown]
-# 3,052, and most of a page that is not whole. Why does it come out, though the log is rounded? The
+# 3,052, and most of a block that is not whole. Why does it come out, though the log is rounded? The
 # numbers are good to half of their last digit: `current` to 0.005 GiB, the others to 0.0005. All
-# roundings together move the result by less than a quarter of a page:
+# roundings together move the result by less than a quarter of a block:
 
 # %%
 error_gib = 0.0005 * (1 - utilization) + 0.0005 + 0.0005 + 0.005  # total, free, peak, current
 error_pages = error_gib * GIB / 29_360_128
-print(f"{article_pages:.2f} pages, give or take {error_pages:.2f}")
+print(f"{article_pages:.2f} blocks, give or take {error_pages:.2f}")
 assert error_pages < 0.25
 assert floor(article_pages) == 3052
 
@@ -208,7 +208,7 @@ both
 usage = kv_use(trace.steps, trace.blocks, budget["num_blocks"])
 arrivals = trace.table("REQUEST_ENQUEUE")
 print(len(arrivals), "requests, prompts up to", arrivals["prompt_len"].max())
-print(f"{usage['num_used_blocks'].max()} pages at most = {usage['kv_cache_usage'].max():.0%}")
+print(f"{usage['num_used_blocks'].max()} blocks at most = {usage['kv_cache_usage'].max():.0%}")
 assert arrivals["max_tokens"].max() <= 1024
 
 # %%
@@ -216,13 +216,13 @@ figure, ax = plt.subplots(figsize=(9, 2.6), layout="constrained")
 ax.fill_between(usage["step"], usage["num_used_blocks"], step="mid", color=plots.COLORS["decode"])
 ax.axhline(budget["num_blocks"], color="#333940", lw=1, label="all there are")
 ax.spines[["top", "right"]].set_visible(False)
-ax.set(xlabel="step", ylabel="pages in use", ylim=(0, None))
+ax.set(xlabel="step", ylabel="blocks in use", ylim=(0, None))
 legend = ax.legend(frameon=False, loc="center right")
 
 # %% [markdown]
-# In the recorded 200 steps it never used more than 18% of the pages. So small a model on such a GPU
+# In the recorded 200 steps it never used more than 18% of the blocks. So small a model on such a GPU
 # has room to spare; on a laptop with a longer conversation it is another story, and notebook 4 has
-# a trace in which 24 pages are too few.
+# a trace in which 24 blocks are too few.
 
 # %%
 assert len(trace.steps) == 200
@@ -234,7 +234,7 @@ assert nvtrace.load(TRACES / "preemption.jsonl.zst").at().num_blocks == 24
 #
 # ### Exercise 1
 #
-# Suppose keys and values were kept in 8 bits instead of 16. How many pages of 256 tokens would this
+# Suppose keys and values were kept in 8 bits instead of 16. How many blocks of 256 tokens would this
 # H200 have?
 
 # %% tags=["exercise"]
@@ -244,8 +244,8 @@ num_small_pages: int | None = None  # your number
 check(
     num_small_pages,
     lambda n: n == available // (budget["block_bytes"] // 2),
-    hint="a page takes half the bytes. It is not quite twice the number: what was a rest may be a "
-    "page now",
+    hint="a block takes half the bytes. It is not quite twice the number: what was a rest may be a "
+    "block now",
 )
 
 # %% [markdown]
@@ -260,7 +260,7 @@ least_utilization: float | None = None  # your number
 
 # %% tags=["check"]
 def num_pages_at(share: float) -> int:
-    """The H200's pages at another utilization."""
+    """The H200's blocks at another utilization."""
     others = floor(budget["total_bytes"] * budget["utilization"]) - available
     return int((floor(budget["total_bytes"] * share) - others) // budget["block_bytes"])
 
@@ -268,7 +268,7 @@ def num_pages_at(share: float) -> int:
 check(
     least_utilization,
     lambda share: num_pages_at(share) >= 256 * 4096 // 256 > num_pages_at(share - 0.01),
-    hint="how many pages are 256 requests of 4,096 tokens? Only the first term of the sum depends "
+    hint="how many blocks are 256 requests of 4,096 tokens? Only the first term of the sum depends "
     "on the utilization",
 )
 
@@ -276,7 +276,7 @@ check(
 # ### Exercise 3
 #
 # Write the rule that engines on a CPU follow: nobody measures a step there, and a laptop has other
-# things to do, so the pages get what is free within the same share of the memory, but at most
+# things to do, so the blocks get what is free within the same share of the memory, but at most
 # `limit_bytes`. It is checked against every recorded trace of a single CPU.
 
 
@@ -284,7 +284,7 @@ check(
 def num_cpu_pages(
     total_bytes: int, used_bytes: int, utilization: float, limit_bytes: int, block_bytes: int
 ) -> int:
-    """The number of pages on a CPU."""
+    """The number of blocks on a CPU."""
     raise NotImplementedError  # your code
 
 
@@ -301,16 +301,16 @@ check(
         rule(*(row[name] for name in NAMES)) == row["num_blocks"]
         for _, row in pd.concat([on_cpu, large]).iterrows()
     ),
-    hint="the least of two numbers of bytes, in whole pages. Where a machine is nearly full, the "
+    hint="the least of two numbers of bytes, in whole blocks. Where a machine is nearly full, the "
     "limit is not what counts",
 )
 
 # %% [markdown]
 # ## Answer
 #
-# On the H200 86% of the memory becomes pages: 120 of 140 GiB, 4,389 pages, each 256 tokens of keys
+# On the H200 86% of the memory becomes blocks: 120 of 140 GiB, 4,389 blocks, each 256 tokens of keys
 # and values. A tenth is left alone. The rest is 2.13 GiB that were in use when it was counted (1.11
 # of them weights), 3.51 GiB for the tensors of the largest step, and a little for CUDA graphs.
 #
 # The article's GPU follows the same sum with other terms: 95.085 GiB x 0.9, less 1.659 in use, less
-# 0.439 for a step, are 83.48 GiB, and 3,052 pages of 28 MiB fit into that.
+# 0.439 for a step, are 83.48 GiB, and 3,052 blocks of 28 MiB fit into that.

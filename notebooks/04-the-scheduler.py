@@ -43,7 +43,7 @@ stops[["run", "step", "reason", "seq_id", "need", "have", "waiting_len"]]
 # - `token_budget`: a step computes at most so many tokens (`max_num_batched_tokens`). The head has
 #   a prompt of 727, and 679 are left.
 # - `max_num_seqs`: at most so many requests run at once. There would be five, and four may.
-# - `no_blocks`: too few free pages. It needs 8, and 7 are free.
+# - `no_blocks`: too few free blocks. It needs 8, and 7 are free.
 # - `chunk_not_first` is no budget but a rule, and we come to it below.
 #
 # `need` and `have` are always in the budget's own unit. And `waiting_len` is more than one in the
@@ -191,9 +191,9 @@ assert longest["mixed"] < 2.5
 assert set(gaps.loc["steps"]) == {109}
 
 # %% [markdown]
-# ## Too few pages
+# ## Too few blocks
 #
-# Three requests, 24 pages of 4 tokens. They all fit when they come, and then they grow.
+# Three requests, 24 blocks of 4 tokens. They all fit when they come, and then they grow.
 
 # %%
 crowded = runs["preemption"]
@@ -208,9 +208,9 @@ preemptions = crowded.table("PREEMPT")
 preemptions[["step", "seq_id", "for_seq_id", "num_blocks_freed", "num_tokens_to_recompute"]]
 
 # %% [markdown]
-# The red spans are *preemptions*: somebody needs a page, none is free, and whoever came last gives
+# The red spans are *preemptions*: somebody needs a block, none is free, and whoever came last gives
 # up all of its own. Twice that is request 2 itself: in steps 19 and 73 it is request 2 who needs
-# the page, and there is nobody behind it to take one from. In step 35 request 0 needs one; request
+# the block, and there is nobody behind it to take one from. In step 35 request 0 needs one; request
 # 2 is out already, so it hits request 1. The oldest is never hit. That is why somebody always gets
 # done.
 
@@ -247,7 +247,7 @@ assert len(crowded.table("ADMISSION_STOP")) == 66
 #
 # ### Exercise 1
 #
-# Write the admission of `prefill_first` for one step, with enough pages and places: given the
+# Write the admission of `prefill_first` for one step, with enough blocks and places: given the
 # lengths of the waiting prompts in their order and the step's budget, how many prompts get into the
 # step? Mind that the first may be cut. It is checked against the nine prefills of the benchmark,
 # and a few more.
@@ -296,7 +296,7 @@ assert list(given_up) == [28, 50, 36]
 check(
     num_tokens_not_lost,
     lambda n: n == given_up.sum() - crowded.requests["num_recomputed_tokens"].sum(),
-    hint="pages that were given up keep their contents until somebody takes them, and the prefix "
+    hint="blocks that were given up keep their contents until somebody takes them, and the prefix "
     "cache still finds them",
 )
 
@@ -304,7 +304,7 @@ check(
 # ### Exercise 3
 #
 # Who is hit? Write the choice of the victim: the running queue (oldest first) and the request that
-# needs a page, in; the request that gives up its pages, out. It is checked against every preemption
+# needs a block, in; the request that gives up its blocks, out. It is checked against every preemption
 # of two traces.
 
 
@@ -316,7 +316,7 @@ def victim(running: list[int], in_need: int) -> int:
 
 # %% tags=["check"]
 def queues(run: nvtrace.Trace) -> list[tuple[list[int], int, int]]:
-    """Of each preemption: the running queue before its step, who needs a page, who was hit."""
+    """Of each preemption: the running queue before its step, who needs a block, who was hit."""
     return [
         (run.at(row.step - 1).running, row.for_seq_id, row.seq_id)
         for row in run.table("PREEMPT").itertuples()
@@ -330,7 +330,7 @@ check(
         choose(list(running), in_need) == hit
         for running, in_need, hit in [*queues(crowded), *queues(on_gpu), ([3, 5, 4], 5, 4)]
     ),
-    hint="the order is that of admission, not of numbers; who needs the page may be hit, too",
+    hint="the order is that of admission, not of numbers; who needs the block may be hit, too",
 )
 
 # %% [markdown]
@@ -339,7 +339,7 @@ check(
 # Under `prefill_first` a step is a prefill if anybody can be admitted, and gives a token to
 # everybody who runs if not. Admission goes through the waiting queue from its head, and stops at
 # the first request that would exceed a budget: the tokens of a step, the requests at once, or the
-# free pages. Nobody overtakes. A prompt that is too long for any step is cut, if it comes first in
+# free blocks. Nobody overtakes. A prompt that is too long for any step is cut, if it comes first in
 # it; under `mixed`, any prompt is, and decodes share the step with it. And when a decode finds no
-# free page, the request that was admitted last gives up its own and waits at the head of the queue,
-# for as long as pages are short: in our run that was half of a request's life.
+# free block, the request that was admitted last gives up its own and waits at the head of the queue,
+# for as long as blocks are short: in our run that was half of a request's life.

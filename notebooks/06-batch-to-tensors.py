@@ -4,7 +4,7 @@
 # **Question:** The scheduler says "these requests, so many tokens each". Which few rows of numbers
 # tell the model everything else?
 #
-# It reads `example` (two prompts of 11 and 17 tokens), `preemption` (pages of 4 tokens, too few of
+# It reads `example` (two prompts of 11 and 17 tokens), `preemption` (blocks of 4 tokens, too few of
 # them) and `mixed`. Before it: [paged KV cache](../docs/en/concepts/paged-kv-cache.md).
 
 # %%
@@ -93,7 +93,7 @@ later = preemption.table("PREPARE_PREFILL_TENSORS").iloc[1]
 both = mixed.table("PREPARE_PREFILL_TENSORS").iloc[2]
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 draw_mask(first, axes[0], "two prompts")
-draw_mask(later, axes[1], "the first has 20 tokens in pages")
+draw_mask(later, axes[1], "the first has 20 tokens in blocks")
 draw_mask(both, axes[2], "two decodes and a prompt")
 
 # %% [markdown]
@@ -127,12 +127,12 @@ assert later["position_ranges"] == [(20, 50), (0, 28)]
 # %% [markdown]
 # ## Slots
 #
-# What is computed must be kept. A page of `block_size` tokens has that many *slots*, and a token's
+# What is computed must be kept. A block of `block_size` tokens has that many *slots*, and a token's
 # slot follows from its position and its request's block table:
 #
 #     slot = block_table[position // block_size] * block_size + position % block_size
 #
-# With pages of 256 that is hard to see, with pages of 4 it is not. Here are the pages while step 65
+# With blocks of 256 that is hard to see, with blocks of 4 it is not. Here are the blocks while step 65
 # computes: each square is a slot, its number the position that lies in it.
 
 # %%
@@ -147,7 +147,7 @@ for seq_id, table in tables.items():
 
 # %%
 def draw_slots(tables: dict[int, list[int]], lengths: dict[int, int], ax: Axes) -> None:
-    """Draw the pool: a column for each page, a square for each slot, the position in it."""
+    """Draw the pool: a column for each block, a square for each slot, the position in it."""
     colors = dict(zip(tables, (plots.COLORS["decode"], plots.COLORS["mixed"]), strict=True))
     for seq_id, table in tables.items():
         for position in range(lengths[seq_id]):
@@ -156,7 +156,7 @@ def draw_slots(tables: dict[int, list[int]], lengths: dict[int, int], ax: Axes) 
             ax.text(page, offset, str(position), ha="center", va="center", fontsize="x-small")
         ax.scatter([], [], marker="s", color=colors[seq_id], label=f"request {seq_id}")
     ax.set(xlim=(-0.5, state.num_blocks - 0.5), ylim=(state.block_size - 0.5, -0.5))
-    ax.set(xlabel="page", ylabel="offset", xticks=range(state.num_blocks), yticks=range(4))
+    ax.set(xlabel="block", ylabel="offset", xticks=range(state.num_blocks), yticks=range(4))
     ax.set_xticks(np.arange(state.num_blocks) + 0.5, minor=True)
     ax.tick_params(which="minor", length=0)
     ax.grid(which="minor", axis="x", color="#aab0b6", lw=0.6)
@@ -169,14 +169,14 @@ draw_slots(tables, num_tokens, ax)
 
 
 # %% [markdown]
-# Neighbours in a request are neighbours within a page, and from page to page anywhere. Now the same
+# Neighbours in a request are neighbours within a block, and from block to block anywhere. Now the same
 # by hand, for *every* step of three traces: what the scheduler decided and the block tables go in,
 # what the engine recorded must come out.
 
 
 # %%
 def runs(table: list[int], start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """The slots of positions start to stop - 1: a (first, last) for each page they touch."""
+    """The slots of positions start to stop - 1: a (first, last) for each block they touch."""
     while start < stop:
         slot = table[start // block_size] * block_size + start % block_size
         in_page = min(stop - start, block_size - start % block_size)
@@ -234,7 +234,7 @@ print(len(decodes), "decode steps, and each slot as recorded")
 # `block_tables_shape` is the last of it: attention must *read* the whole context, so it gets the
 # block tables themselves, filled up to the longest. A first prefill gets none (`has_block_tables`
 # is false): all keys it needs are those it has just computed. Step 65 gets them, for the 20 tokens
-# that were in pages already.
+# that were in blocks already.
 
 # %%
 prefills = preemption.table("PREPARE_PREFILL_TENSORS")
@@ -246,7 +246,7 @@ prefills[["step", "flat_tokens", "n_seqs", "max_seqlen_q", "max_seqlen_k", "has_
 #
 # ### Exercise 1
 #
-# A pool has pages of 4 tokens. A request's block table is `[7, 2, 9]`, and it has 10 tokens, the
+# A pool has blocks of 4 tokens. A request's block table is `[7, 2, 9]`, and it has 10 tokens, the
 # newest of which is computed in this step. Into which slot do its key and value go?
 
 # %% tags=["exercise"]
@@ -263,7 +263,7 @@ check(
 # ### Exercise 2
 #
 # Write the function that makes a decode's `slot_mapping`. It gets each request's block table, each
-# one's context length (with the new token), and the page size. It is tried on all decode steps of
+# one's context length (with the new token), and the block size. It is tried on all decode steps of
 # the trace.
 
 
@@ -321,7 +321,7 @@ check(
 # Four rows of numbers. The tokens, flat. A *position* for each, so that it knows where it is in its
 # request. A *slot* for each, so that its key and value can be found again. And the cuts:
 # `cu_seqlens_q` and `cu_seqlens_k` where requests bring any number of tokens, `context_lens` where
-# each brings one. Where keys are read from pages, the block tables come along. Nothing in them says
+# each brings one. Where keys are read from blocks, the block tables come along. Nothing in them says
 # "prompt", "decode", "preempted" or "shared": all of that is the scheduler's, and the model
 # computes the same whichever it was. That is why a mixed step, a chunk and a revived prefix need no
 # code of their own.

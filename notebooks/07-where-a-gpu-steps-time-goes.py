@@ -6,7 +6,7 @@
 #
 # It reads runs on an NVIDIA H200: `gpu-example` (the article's two requests, on the model that
 # ships), `gpu-benchmark` (256 requests, Qwen3-0.6B's shape) and `gpu-preemption` (three requests in
-# too few pages); in an exercise also `gpu-two-gpus`. Before it: [CUDA
+# too few blocks); in an exercise also `gpu-two-gpus`. Before it: [CUDA
 # graphs](../docs/en/concepts/cuda-graphs.md).
 
 # %%
@@ -314,7 +314,7 @@ check(
 # ### Exercise 2
 #
 # Write the floor yourself, from what the trace says: `num_bytes` of MODEL_WEIGHTS_LOADED, and
-# `block_bytes` and `block_size` of KV_BUDGET_ESTIMATE (a page's bytes, and its tokens).
+# `block_bytes` and `block_size` of KV_BUDGET_ESTIMATE (a block's bytes, and its tokens).
 
 # %%
 weight_bytes = int(benchmark.table("MODEL_WEIGHTS_LOADED")["num_bytes"].iloc[0])

@@ -109,8 +109,8 @@ memory = pd.concat(
 memory[["gpus", "rank", "current_bytes", "num_kv_heads", "block_bytes", "num_blocks"]]
 
 # %% [markdown]
-# The pages, too: a page keeps the keys and values of 256 tokens, but on each rank only those of
-# *its* heads. So a page takes half of the bytes, the pool has about twice the pages, and page 7
+# The blocks, too: a block keeps the keys and values of 256 tokens, but on each rank only those of
+# *its* heads. So a block takes half of the bytes, the pool has about twice the blocks, and block 7
 # holds the same tokens on both. That is why one block table will do for all ranks, and the
 # scheduler need not know that there are any. The pool's size must be the same, so the rank with
 # less memory decides.
@@ -120,7 +120,7 @@ assert memory["block_bytes"].tolist() == [786432, 393216, 393216]
 assert memory["num_blocks"].iloc[1] == memory["num_blocks"].iloc[2]
 by_rank = gpu_pair.table("KV_BUDGET_ESTIMATE")
 pages_that_fit = by_rank["available_bytes"] // by_rank["block_bytes"]
-print("pages that would fit on each rank:", pages_that_fit.tolist())
+print("blocks that would fit on each rank:", pages_that_fit.tolist())
 assert by_rank["num_blocks"].iloc[0] == pages_that_fit.min()
 
 # %% [markdown]
@@ -269,14 +269,14 @@ assert 1 < saved_us / spent_us < 2
 #
 # ### Exercise 1
 #
-# How many bytes of a page does each rank keep? Write it for any number of ranks that can share this
+# How many bytes of a block does each rank keep? Write it for any number of ranks that can share this
 # model (1, 2, 4, 8), in float32, as on the CPU. There are 4 KV heads. Where there are fewer of them
 # than ranks, each is kept more than once.
 
 
 # %% tags=["exercise"]
 def page_bytes(num_ranks: int) -> int:
-    """The bytes of a page of 256 tokens on each rank."""
+    """The bytes of a block of 256 tokens on each rank."""
     raise NotImplementedError  # your code
 
 

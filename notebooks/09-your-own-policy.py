@@ -56,7 +56,7 @@ assert len(prefills) == prefills["step"].max() == 9
 # ## The rule
 #
 # A policy is a function of the scheduler and an empty batch. Its parts (`continue_prefill`,
-# `admit`, `decode`) keep all budgets, pages and queues in order; a policy only says which of them,
+# `admit`, `decode`) keep all budgets, blocks and queues in order; a policy only says which of them,
 # and when. Ours asks one question: has the youngest of those who run had a turn since its prompt?
 # If it has one token only, it has not.
 
@@ -107,7 +107,7 @@ def try_out(policy: Policy, recording: Recording, changes: dict[str, str] | None
 
 # %% [markdown]
 # First the control: under the recorded rule, the re-run must decide as the engine did. It does,
-# step for step, down to the pages.
+# step for step, down to the blocks.
 
 # %%
 as_it_was = try_out(prefill_first, recording)
@@ -204,7 +204,7 @@ waiting = turns.steps.query("phase == 'decode' and num_waiting > 0")["step"].tol
 assert found_in == waiting
 
 # %% [markdown]
-# Exactly the eight decodes in which we let prompts wait. All else holds: budgets, pages, queues,
+# Exactly the eight decodes in which we let prompts wait. All else holds: budgets, blocks, queues,
 # order, ends. The finding is no accident but the very point of our rule, and yet the checker is
 # right to complain: an engine that lets somebody wait must say why. In the house, a policy does
 # that with `scheduler.hold(reason)`, and the reason has its words in both catalogs. That is what

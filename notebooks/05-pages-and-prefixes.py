@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 5. Blocks and prefixes
 #
-# **Question:** Whose is a block of the KV cache, how is it found again, and when is it forgotten?
+# **Question:** Which requests hold a block of the KV cache, how is it found again, and when is it
+# evicted?
 #
-# Two runs with very small blocks, of 4 tokens each, so that a lot happens to them: in one there are
-# too few, in the other the same question is asked four times.
+# Two runs with very small blocks, of 4 tokens each, so that much happens to them: in one there are
+# too few blocks, in the other the same question is asked four times.
 #
 # Before: the pages on [the paged KV cache](../docs/en/concepts/paged-kv-cache.md) and on [prefix
 # caching](../docs/en/concepts/prefix-caching.md). The code is [one
@@ -32,8 +33,9 @@ assert {run.header.config["kvcache_block_size"] for run in (crowded, shared)} ==
 # %% [markdown]
 # ## A block table
 #
-# A request does not have a piece of memory; it has a list of block numbers, its *block table*. Token
-# i lies in the block `table[i // 4]`, at place `i % 4`. The blocks themselves lie anywhere.
+# A request does not have one piece of memory; it has a list of block numbers, its *block table*.
+# Token i is in the block `table[i // 4]`, at offset `i % 4`. The blocks may be anywhere in the
+# pool.
 
 # %%
 state = crowded.at(10)
@@ -60,16 +62,16 @@ _ = plots.kv_block_map(crowded.blocks, ax)
 assert len(crowded.steps) == 132
 
 # %% [markdown]
-# Two things to see. Blocks are taken from the bottom up at first, for nobody wants a particular one.
-# And from step 19 on hardly anything is ever white again: a block that is given back keeps what is
-# in it (grey) until somebody needs the room.
+# Two things to see. Blocks are taken from the bottom up at first, because any free block will do.
+# And from step 19 on almost nothing is white again: a block that is released keeps its contents
+# (grey) until it is taken for other tokens.
 #
-# ## A block's name
+# ## A block's hash
 #
-# What is a block good for that nobody uses? For the next request that begins alike. So it must be
-# found by what is in it. But the same four tokens have different keys and values in every text:
-# they depend on all tokens before them. Hence a block's name is a hash of its tokens *and of the
-# name of the block before it*.
+# What is the use of a block that no request holds? The next request with the same beginning can use
+# it. So it must be found by its contents. But the same four tokens have different keys and values
+# in every text: they depend on all tokens before them. So a block's hash is a hash of its tokens
+# *and of the hash of the block before it*.
 
 
 # %%
@@ -90,28 +92,28 @@ print(dict(zip(published["block_ids"][0], chain(prompt), strict=True)))
 assert chain(prompt) == published["hashes"][0]
 
 # %% [markdown]
-# The prompt has 13 tokens: three full blocks with names, and one token in a fourth that has none
-# yet. We have worked out the same names as the engine, from nothing but the tokens. Change the
-# first token, and all three are others:
+# The prompt has 13 tokens: three full blocks with hashes, and one token in a fourth that has none
+# yet. We have computed the same hashes as the engine, from the tokens alone. Change the first
+# token, and all three are different:
 
 # %%
 changed = chain([prompt[0] + 1, *prompt[1:]])
 print([before == after for before, after in zip(chain(prompt), changed, strict=True)])
 
 # %% [markdown]
-# ## The life of block 0
+# ## What happens to block 0
 #
 # `shared-prefix` asks the same question twice at once, once more while these run, and once more
-# when all is over. This is all that happens to block 0, which holds its first four tokens:
+# after all have ended. This is all that happens to block 0, which holds its first four tokens:
 
 # %%
 life = shared.blocks.query("block_id == 0")
 life[["step", "operation", "seq_id", "ref_count", "is_published"]]
 
 # %% [markdown]
-# Request 0 allocates it, and it is published as soon as it is computed. Request 2 finds it in use
-# and *shares* it: the count goes to 2. When both have ended the count is 0 and the block is free,
-# but still published; request 3 *revives* it. Nothing was copied.
+# Request 0 allocates it, and it is hashed as soon as it is computed. Request 2 finds it in use and
+# *shares* it: the count goes to 2. When both have ended the count is 0 and the block is free, but
+# still in the prefix cache; request 3 *revives* it. Nothing was copied.
 
 # %%
 assert list(life["operation"]) == [
@@ -125,8 +127,8 @@ figure, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
 _ = plots.kv_block_map(shared.blocks, ax)
 
 # %% [markdown]
-# The thin purple strip at the bottom, from step 5 to 65, are the shared blocks 0 to 2. What did it
-# save?
+# The thin purple strip at the bottom, from step 5 to 65, is the shared blocks 0 to 2. What did
+# sharing save?
 
 # %%
 hits = prefix_hits(shared.requests)
@@ -134,15 +136,15 @@ hits.drop(columns="scheduled_ns").round(2)
 
 # %% [markdown]
 # Requests 2 and 3 had to compute one token of 13. That one is always computed, even if its block is
-# there: without it there would be no logits to draw a token from.
+# cached: without it there would be no logits to sample from.
 #
 # ## Computed twice
 #
 # But request 1 asked the same, in the same step as request 0, and found nothing. When the two were
-# admitted, nothing had been computed, and a block is published after its computation, never before:
-# whoever finds it must find something in it. So both computed the same, into blocks of their own.
-# And it stayed so: these requests were even answered alike, and yet no block of request 1 was ever
-# published.
+# admitted, nothing had been computed, and a block is hashed after it is computed, never before: a
+# block that is found must hold keys and values. So both computed the same, into blocks of their
+# own. This did not change later: even their answers were the same, but no block of request 1 was
+# ever hashed.
 
 # %%
 answers = shared.tokens.sort_values(["seq_id", "index"]).groupby("seq_id")["token_id"].agg(list)
@@ -155,15 +157,15 @@ assert publishers == [0]
 # In the picture above this is the comb at the right: three requests took blocks in turn, and only
 # those of request 0 are still grey when all have ended.
 #
-# A name stands for one block. The first that has it counts, and the second copy is just a block in
-# somebody's table, to be thrown away with it.
+# A hash belongs to one block. The prefix cache keeps the first block with it; the second copy is
+# only a block in a request's table, and is freed with it.
 #
-# ## Who is forgotten first
+# ## Which block is evicted first
 #
 # There is one list of free blocks, and new ones are taken from its head. So its order decides what
-# is forgotten, and giving back is where the thinking is: a block without a name goes to the head
-# (nothing is lost with it), one with a name to the tail. And a request gives back its *deepest*
-# block first.
+# is evicted, and the order is made when blocks are released: a block without a hash goes to the
+# head (nothing is lost with it), a hashed one to the tail. And a request releases its *last* block
+# first.
 #
 # In the crowded run request 2 gives up everything in step 73, and comes back in step 95:
 
@@ -178,10 +180,10 @@ print("found again, first block first", revived)
 
 # %% [markdown]
 # Every fourth step request 1 takes a block, and each time it is the next of that list: first the
-# deepest, then the one before. What is still there in step 95 are the *first* four blocks, and these
-# are what a prefix consists of. Had they been given back in the order of the table, the first block
-# would have gone first, and the others would be there, full, and of no use: a chain is found from
-# its beginning.
+# last one of the table, then the one before. In step 95 the *first* four blocks are still there,
+# and these are the prefix. If they had been released in the order of the table, the first block
+# would have been evicted first, and the others would be there, full, and of no use: a chain of
+# hashes is found from its beginning.
 
 # %%
 assert given_back == [*evicted["block_id"], *reversed(revived)]
@@ -195,9 +197,9 @@ operations = crowded.blocks["operation"].value_counts()
 operations[operations > 0].to_frame("blocks")
 
 # %% [markdown]
-# 52 blocks were forgotten, 9 were found again. That is little, and rightly so: with 24 blocks for
-# three requests that want more, there is nowhere to keep anything. A prefix cache lives on memory
-# that nobody needs right now.
+# 52 blocks were evicted, 9 were found again. That is little, as expected: with 24 blocks for three
+# requests that need more, there is no memory to keep anything. A prefix cache uses memory that is
+# free at the moment.
 
 # %%
 assert operations["evict"] == 52
@@ -209,8 +211,8 @@ assert crowded.at().num_blocks == 24
 #
 # ### Exercise 1
 #
-# A prompt comes all of whose full blocks are published. For how many of its tokens does the cache
-# spare the computation? (At least one must be computed.)
+# All full blocks of a new prompt are in the prefix cache. How many of its tokens need not be
+# computed? (At least one must be computed.)
 
 
 # %% tags=["exercise"]
@@ -228,17 +230,17 @@ check(
         and [spared(n, 4) for n in (1, 4, 5, 12)] == [0, 0, 4, 8]
         and [spared(n, 256) for n in (256, 257)] == [0, 256]
     ),
-    hint="whole blocks only, and never the last token: with 12 tokens in blocks of 4 the third block "
-    "has it",
+    hint="whole blocks only, and never the last token: with 12 tokens in blocks of 4 the third "
+    "block has it",
 )
 
 # %% [markdown]
 # ### Exercise 2
 #
-# Write what giving back does to the free list. You get the list as it is (next taken first), the
-# blocks that come free (deepest first), and the set of all published blocks; return the new list.
-# Unnamed blocks go to the head one by one, named ones to the tail. It is checked against every
-# release in both traces.
+# Write what a release does to the free list. You get the list as it is (next taken first), the
+# blocks that become free (the table's last one first), and the set of all hashed blocks; return the
+# new list. Blocks without a hash go to the head one by one, hashed ones to the tail. It is checked
+# against every release in both traces.
 
 
 # %% tags=["exercise"]
@@ -295,9 +297,9 @@ check(
 # %% [markdown]
 # ## Answer
 #
-# A block belongs to every request in whose block table it stands, and its ref count says how many
-# those are. When it is full and computed it gets a name, a hash of all tokens from the beginning to
-# its end, and under that name later requests find it: in use (they share it) or free (they revive
-# it). Forgotten it is only when somebody takes it for something else, and it is taken from the head
-# of the free list: blocks without a name first, then those that were given back longest ago, and of
-# one request the deepest first, so that what survives is a prefix.
+# A block is held by every request whose block table has it, and its ref count says how many those
+# are. When it is full and computed it is hashed: its hash, of all tokens from the beginning to its
+# end, is entered in the prefix cache, and later requests find it there: in use (they share it) or
+# free (they revive it). It is evicted only when it is taken for other tokens, and blocks are taken
+# from the head of the free list: first those without a hash, then those that were released longest
+# ago, and of one request the last one first, so that what remains is a prefix.

@@ -267,7 +267,7 @@ def test_two_ranks_share_what_a_step_reads(folder: Path) -> None:
 
 def test_a_header_without_a_shape_has_no_floor(folder: Path) -> None:
     header = nvtrace.load(folder / "article.jsonl").header
-    with pytest.raises(ValueError, match="does not tell the model's 'hidden_size'"):
+    with pytest.raises(ValueError, match="does not have the model's 'hidden_size'"):
         byte_floor(replaced(header, model={}), 1e12)
 
 

@@ -310,7 +310,7 @@ def test_events_of_a_newer_version_are_counted_and_left_out(tmp_path: Path) -> N
 def test_a_broken_trace_is_an_error_as_everywhere(tmp_path: Path) -> None:
     with pytest.raises(UnreadableTraceError, match="no such file"):
         nvtrace.load(tmp_path / "none.jsonl")
-    with pytest.raises(UnreadableTraceError, match="line 2 is no record"):
+    with pytest.raises(UnreadableTraceError, match="line 2 is not a record"):
         nvtrace.load(write(tmp_path / "broken.jsonl", HEADER, b"oops\n"))
 
 

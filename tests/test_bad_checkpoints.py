@@ -345,7 +345,7 @@ WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "weights that are a circle of links": (point(WEIGHTS, WEIGHTS), [WEIGHTS, LOOP]),
     "weights that are a link to nowhere": (point(WEIGHTS, "nowhere"), [WEIGHTS, NOWHERE]),
     "weights that are a folder": (become(WEIGHTS, Path.mkdir), [WEIGHTS, "it is a folder"]),
-    "weights that are a pipe": (become(WEIGHTS, os.mkfifo), [WEIGHTS, "no ordinary file"]),
+    "weights that are a pipe": (become(WEIGHTS, os.mkfifo), [WEIGHTS, "not a regular file"]),
     "a shard that is a circle": (shards(point(SHARD, SHARD)), [SHARD, LOOP]),
     "a shard that leads nowhere": (shards(point(SHARD, "nowhere")), [SHARD, NOWHERE]),
     "a shard that is a folder": (shards(become(SHARD, Path.mkdir)), [SHARD, "it is a folder"]),
@@ -611,7 +611,9 @@ def test_a_model_larger_than_the_memory_is_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_runner, "cpu_memory", lambda: (10_000, 10_000))
-    with pytest.raises(ModelConfigError, match=r"does not fit: \d+ parameters .* hidden_size=64"):
+    with pytest.raises(
+        ModelConfigError, match=r"does not fit into memory: \d+ parameters .* hidden_size=64"
+    ):
         make_llm(good)
 
 

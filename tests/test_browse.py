@@ -629,7 +629,7 @@ def test_a_compressed_trace_is_browsed_and_leaves_nothing_behind(
 def test_it_does_not_start_without_a_terminal(folder: Path) -> None:
     outcome = spawn("replay", folder / "crowded.jsonl", "-i")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "nvtrace: --interactive needs a terminal, and stdin is none\n"
+    assert outcome.err == "nvtrace: --interactive needs a terminal, and stdin is not one\n"
 
 
 @pytest.mark.parametrize(

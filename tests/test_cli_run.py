@@ -126,7 +126,7 @@ def test_switches_that_are_no_json_object_are_told_how_to_be_written(
     outcome = call(capsys, *asked)
     assert (outcome.code, outcome.out, files_here()) == (2, "", {})
     assert problem in outcome.err
-    assert f"write --chat-template-kwargs '{NO_THINKING}'" in outcome.err
+    assert f"such as --chat-template-kwargs '{NO_THINKING}'" in outcome.err
 
 
 def test_switches_that_contradict_each_other_are_refused(
@@ -648,7 +648,7 @@ def test_a_trace_that_is_moved_while_it_is_written_is_told_where_it_is(
         assert "next:" not in outcome.err
     else:
         place = Path(new) if moved == "renamed" else tmp_path / new
-        assert f"this run's trace is {place}\n" in outcome.err
+        assert f"this run's trace is now {place}\n" in outcome.err
         assert f"the trace is in {place}; next:" in outcome.err
 
 

@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_once_and_the_answers_come_all_the_same(
     )
     assert done.returncode == 5
     lines = done.stderr.splitlines()
-    [loud] = [line for line in lines if "the trace cannot be written any more" in line]
+    [loud] = [line for line in lines if "the trace can no longer be written" in line]
     assert "File too large" in loud
     assert lines[-1].startswith(f"nvtrace: {name} is incomplete, ")  # why the code is 5
     answers = json.loads(done.stdout)["outputs"]

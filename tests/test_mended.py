@@ -128,6 +128,6 @@ def test_pages_are_released_in_the_phase_that_releases_them(workload: object) ->
 
 def test_half_a_character_in_a_prompt_is_named() -> None:
     engine = make_engine(Settings())
-    with pytest.raises(ValueError, match="no valid Unicode at character 3: half a surrogate pair"):
+    with pytest.raises(ValueError, match="not valid Unicode at character 3: half a surrogate pair"):
         engine.add_request("abc\ud800", PARAMS)
     assert not engine.requests

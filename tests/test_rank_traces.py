@@ -195,7 +195,7 @@ def test_the_traces_of_several_ranks_do_not_go_beside_a_pipe(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     told = call(capsys, "run", "example", "--tp", "2", "--out", tmp_path / "pipe")
-    assert (told.code, "no plain file" in told.err) == (2, True)
+    assert (told.code, "not a regular file" in told.err) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 

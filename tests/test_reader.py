@@ -275,7 +275,7 @@ def test_warnings_can_be_left_unheard() -> None:
 def test_a_broken_whole_line_is_an_error_that_names_it(line: bytes, *, is_last: bool) -> None:
     data = b"".join([*LINES[:4], line, *([] if is_last else LINES[4:])])
     seen: list[Record] = []
-    with pytest.raises(UnreadableTraceError, match=r"^the trace: line 5 is no record") as told:
+    with pytest.raises(UnreadableTraceError, match=r"^the trace: line 5 is not a record") as told:
         seen += read_trace(io.BytesIO(data), warn=pytest.fail)
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 400
@@ -290,7 +290,7 @@ def test_a_broken_whole_line_is_an_error_that_names_it(line: bytes, *, is_last: 
     ],
 )
 def test_a_line_too_deep_to_read_is_a_broken_line(line: bytes) -> None:
-    with pytest.raises(UnreadableTraceError, match="line 2 is no record"):
+    with pytest.raises(UnreadableTraceError, match="line 2 is not a record"):
         read(HEADER + line)
 
 
@@ -303,7 +303,9 @@ def test_a_second_header_is_an_error() -> None:
 def test_a_rank_of_no_world_is_an_error(rank: int, world_size: int) -> None:
     """Else the files of a hundred million ranks would be looked for."""
     header = json.loads(HEADER) | {"rank": rank, "world_size": world_size}
-    with pytest.raises(UnreadableTraceError, match=f"of rank {rank} of {world_size}: no run"):
+    with pytest.raises(
+        UnreadableTraceError, match=f"has rank {rank} of {world_size}, which no run"
+    ):
         read(json.dumps(header).encode() + b"\n" + EVENT)
 
 
@@ -324,7 +326,7 @@ def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_t
     for part, field in BOUNDED:
         header = json.loads(HEADER)
         header[part] = {field: wrong}
-        with pytest.raises(UnreadableTraceError, match=r"no header that can be right \(") as told:
+        with pytest.raises(UnreadableTraceError, match=r"not a valid header \(") as told:
             read(json.dumps(header).encode() + b"\n" + EVENT)
         assert len(str(told.value)) < 400
         header[part] = {field: None}  # is not known
@@ -334,7 +336,7 @@ def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_t
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
 def test_a_header_tells_of_counts_that_a_model_can_have(field: str) -> None:
     for wrong in (0, 2**31, 2**40):
-        with pytest.raises(UnreadableTraceError, match="no header that can be right"):
+        with pytest.raises(UnreadableTraceError, match="not a valid header"):
             read(changed(HEADER, model={field: wrong, "head_dim": 2**30}))
 
 
@@ -353,7 +355,7 @@ def test_an_event_with_a_number_that_none_can_have_is_no_record(
 ) -> None:
     line = next((line for line in LINES if f'"event":"{tag}"'.encode() in line), EVENT)
     line = changed(line, event=tag, **{field: wrong})
-    told = f"line {num_before + 2} is no record"
+    told = f"line {num_before + 2} is not a record"
     with pytest.raises(UnreadableTraceError, match=told):
         read(b"".join([HEADER, *[EVENT] * num_before, line, EVENT]))
 
@@ -425,7 +427,7 @@ def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_another_encoding_is_named(encoding: str, mark: str) -> None:
-    told = rf"no header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
+    told = rf"not a header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
     with pytest.raises(UnreadableTraceError, match=told):
         read((mark + WHOLE.decode()).encode(encoding))
 
@@ -434,7 +436,7 @@ def test_another_encoding_is_named(encoding: str, mark: str) -> None:
     ("pack", "told"), [(bz2.compress, "bzip2"), (lzma.compress, "xz"), (_zipped, "a zip file")]
 )
 def test_another_packer_is_named(pack: Callable[[bytes], bytes], told: str) -> None:
-    with pytest.raises(UnreadableTraceError, match=rf"no header: it is .*{told}.*: unpack it"):
+    with pytest.raises(UnreadableTraceError, match=rf"not a header: it is .*{told}.*: unpack it"):
         read(pack(WHOLE))
 
 

@@ -434,7 +434,7 @@ def test_the_table_has_a_row_for_each_case_and_says_what_is_simulated(
         "case 2  policy=mixed, max_num_batched_tokens=8",
         "recorded     measured",
         "unchanged   simulated",
-        "case 2      simulated        -",
+        "case 2      simulated       -",
         "decides as recorded in all",
         "no mixed step was recorded",
     ):
@@ -505,7 +505,7 @@ def test_a_trace_of_another_kind_of_engine_is_told_from_the_first_step_on(
     ]
     path = write_records(tmp_path / "other.jsonl", records)
     outcome = call(capsys, "whatif", path, "--lang", "en")
-    assert "decides otherwise from step 1 on" in outcome.out
+    assert "decides differently from step 1 on" in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ class ModelConfig:
             f"{folder}/config.json describes a model that does not fit into memory: "
             f"{self.num_parameters} parameters of {bytes_per_parameter} bytes "
             f"({weight_bytes / GIB:.4g} GiB) and a table of {num_positions} positions "
-            f"({table_bytes / GIB:.4g} GiB), but the memory has {total_bytes / GIB:.4g} GiB; if {sizes} are right, take a smaller model, dtype or "
-            "max_model_len."
+            f"({table_bytes / GIB:.4g} GiB), but the memory has {total_bytes / GIB:.4g} GiB; "
+            f"if {sizes} are right, take a smaller model, dtype or max_model_len."
         )
 
     @classmethod

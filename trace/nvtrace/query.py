@@ -214,7 +214,7 @@ class _Parser:
         """Refuse what could never be: it is a slip of the pen."""
         if name == "event" and value not in ev.EVENT_TYPES:
             hint = _hint(token.text.upper(), list(ev.EVENT_TYPES))
-            raise self._error(f"no event is called {token.text}{hint}", token)
+            raise self._error(f"there is no event {token.text}{hint}", token)
         if name in {"waiting", "running"}:
             raise self._error(f"{name} is a list: ask {token.text} in {name}", token)
         if name in STATE_FIELDS and not isinstance(value, int | float):

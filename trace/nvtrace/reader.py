@@ -315,12 +315,13 @@ def _no_trace(name: str | Path) -> str:
 
 
 def _no_header(name: str | Path, line: bytes, error: Exception) -> str:
-    no_text, told = why_no_text(name, line), _no_trace(name)
+    no_text = why_no_text(name, line)
     if no_text is not None:
         return no_text
     if b'"TRACE_HEADER"' in line and isinstance(error, msgspec.ValidationError):
-        return f"{told}: it is not valid ({str(error)[:_MAX_MESSAGE_LEN]})"
-    return told
+        why = str(error)[:_MAX_MESSAGE_LEN]
+        return f"{name} is not an nvtrace trace: its first line is not a valid header ({why})"
+    return _no_trace(name)
 
 
 def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str:

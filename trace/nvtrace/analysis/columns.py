@@ -85,7 +85,9 @@ STEPS = Frame(
     (
         _STEP,
         _RANK,
-        Column("event_id", "int64", "", "of its SCHEDULE_* event; above rank 0, of the run event"),
+        Column(
+            "event_id", "int64", "", "of the event that schedules it; above rank 0, that runs it"
+        ),
         _PHASE,
         Column("reason", "category", "", "why it was of this kind"),
         Column("start_ns", "int64", "ns", "its beginning: ts_ns - wall_ns"),

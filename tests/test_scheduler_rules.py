@@ -308,6 +308,6 @@ def test_a_policy_that_chooses_nobody_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.setitem(POLICIES, "idle", lambda _scheduler, _batch: None)
     engine = engine_with(Witness(), 3, 4, policy="idle")
-    with pytest.raises(RuntimeError, match="chose no sequence: 2 wait and 0 run"):
+    with pytest.raises(RuntimeError, match="chose no request: 2 wait and 0 run"):
         engine.step()
     assert engine.is_finished()

@@ -135,8 +135,7 @@ class Scheduler:
         self.policy(self, batch)
         if not batch:
             raise RuntimeError(
-                f"the policy chose no sequence: {len(self.waiting)} wait and "
-                f"{len(self.running)} run"
+                f"the policy chose no request: {len(self.waiting)} wait and {len(self.running)} run"
             )
         match batch.phase:
             case "prefill":

@@ -241,7 +241,7 @@ class WorkerGroup(Ranks):
             self._end(str(cause), is_polite=False)
             raise cause from error
         except BaseException as error:
-            why = f"rank 0 failed within a {what}:  {type(error).__name__}: {error}"
+            why = f"rank 0 failed within a {what}: {type(error).__name__}: {error}"
             self._end(why, is_polite=False)
             raise
 

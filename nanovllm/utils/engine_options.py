@@ -52,9 +52,7 @@ def _checked(name: str, value: object, policies: Collection[str]) -> object:
         at_least, below = _WHOLE_NUMBERS[name]
         number = whole_number(name, value, at_least=at_least, below=below)
         if name == "max_model_len" and number < _LEAST_LENGTH:
-            raise ValueError(
-                "max_model_len must be at least 2: one token of prompt, one of completion"
-            )
+            raise ValueError("max_model_len must be at least 2: one prompt token and one more")
         return number
     if name in _SHARES:
         return real_number(name, value, low=0, high=_SHARES[name], with_low=False)

@@ -137,8 +137,7 @@ class ModelConfig:
         max_position_embeddings = fields.count("max_position_embeddings")
         if max_position_embeddings < 2:  # noqa: PLR2004 - one token of prompt, one of completion
             raise fields.error(
-                "max_position_embeddings",
-                "must be at least 2: one token of prompt, one of completion",
+                "max_position_embeddings", "must be at least 2: a prompt and one more"
             )
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)

@@ -3,12 +3,12 @@
 #
 # **Question:** What does an engine do, step by step, between two prompts and their two answers?
 #
-# Two people ask a small model something at the same moment. The engine that answers them says each
-# decision aloud, and somebody writes it down: that file is a *trace*. We open one, and ask it.
-# Nothing runs here but pandas: the engine has done its work long ago.
+# Two people ask a small model something at the same moment. The engine that answers them reports
+# each of its decisions as an event, and the events are recorded in a file: a *trace*. We open one
+# and read it. Only pandas runs here: the engine ran earlier.
 #
-# The run is the one of section 2.4 in the [article](../docs/en/article.md) that this project began
-# with, on the tiny Qwen3 that ships, on two CPU cores.
+# The run is that of section 2.4 in the [article](../docs/en/article.md) that this project is based
+# on, with the tiny Qwen3 that is included, on two CPU cores.
 
 # %%
 from pathlib import Path
@@ -28,14 +28,14 @@ trace
 # %% [markdown]
 # ## A trace is a list of events
 #
-# Each has a name, a number, a moment, the step it belongs to (none between two steps) and the part
-# of the work. Here is how the run begins: the engine gets ready, two requests come in.
+# Each has a name, a number, a time, the step it belongs to (none between two steps) and the phase
+# of the work. Here is how the run begins: the engine starts, two requests arrive.
 
 # %%
 trace.events.head(11)[["event_id", "event", "step", "phase", "reason", "seq_id"]]
 
 # %% [markdown]
-# What else an event says depends on its kind. `trace.table` has one kind with all its fields
+# The other fields of an event depend on its kind. `trace.table` has one kind with all its fields
 # ([every field of every event](../docs/en/events.md)).
 
 # %%
@@ -54,16 +54,16 @@ assert set(requests["max_tokens"]) == {256}
 # %% [markdown]
 # ## A step is three things
 #
-# `step()` decides who computes, computes, and takes in what came out. The trace shows them in this
-# order. This is all that is said in step 2:
+# `step()` schedules, runs the model, and postprocesses the result. The trace shows them in this
+# order. These are all events of step 2:
 
 # %%
 trace.events[trace.events["step"] == 2][["event", "phase", "reason"]]
 
 # %% [markdown]
-# Decided (`SCHEDULE_DECODE`); computed (laid out, run, a token drawn for each); taken in
-# (`STEP_END`). Step 1 is longer, since two requests come on: each gets a page for its keys and
-# values, and moves from the waiting queue to the running queue.
+# Schedule (`SCHEDULE_DECODE`); run (lay out the tensors, run, sample a token for each); postprocess
+# (`STEP_END`). Step 1 has more events, because two requests are admitted: each gets a block for its
+# keys and values, and moves from the waiting queue to the running queue.
 
 # %%
 trace.events[trace.events["step"] == 1][["event", "phase", "reason", "seq_id"]]
@@ -71,8 +71,8 @@ trace.events[trace.events["step"] == 1][["event", "phase", "reason", "seq_id"]]
 # %% [markdown]
 # ## All steps, folded
 #
-# `trace.steps` has a row for each step. Most of them look like the one before, so let us fold what
-# looks alike: the same kind, the same batch, and nobody ended.
+# `trace.steps` has a row for each step. Most of them are like the one before, so let us fold
+# similar steps: the same kind, the same batch, and no request ended.
 
 # %%
 steps = trace.steps
@@ -106,8 +106,8 @@ assert list(folded["num_seqs"]) == [2, 2, 2, 1, 1]
 assert steps["num_batched_tokens"][0] == 28
 
 # %% [markdown]
-# The same as a picture: first the two requests' lives, then the batch. Nobody waits in this run for
-# longer than it takes to decide the first step, and a prefill is short beside 255 decodes.
+# The same as a picture: first the two requests, then the batch. No request waits in this run longer
+# than until the first step is scheduled, and a prefill is short compared with 255 decodes.
 
 # %%
 figure, (lives, batch) = plt.subplots(
@@ -131,12 +131,12 @@ occupancy["ms_a_step"] = occupancy["wall_ns"] / occupancy["num_steps"] / 1e6
 occupancy.round(3)
 
 # %% [markdown]
-# Two things are worth a second look. The prefill computes 14 times as many tokens as a decode of
-# two, and takes less than 3 times as long. And a decode for two takes hardly longer than a decode
-# for one. Whatever a step computes, it goes through the same long chain of operations, layer by
-# layer, and reads all weights of the model once. Which of the two takes the time here, this trace
-# cannot say: it knows how long a forward pass takes, not what it does meanwhile. But whichever it
-# is, a step that computes much is cheap *by the token*. All of scheduling is about that.
+# Two things are important here. The prefill computes 14 times as many tokens as a decode of two,
+# and takes less than 3 times as long. And a decode for two takes hardly longer than a decode for
+# one. Every step goes through the same long chain of operations, layer by layer, and reads all
+# weights of the model once. This trace cannot tell which of the two takes the time: it has the time
+# of a forward pass, not what happens in it. In either case a step that computes many tokens is
+# cheap *per token*. This is what scheduling is about.
 
 # %%
 alone, together = occupancy["ms_a_step"][occupancy["phase"] == "decode"]
@@ -148,8 +148,8 @@ assert together / alone < 1.2
 # %% [markdown]
 # ## How it ends
 #
-# A request ends for a reason. Request 0 drew the token that means "I am done". Request 1 was not
-# done; it had used up its 256 tokens.
+# A request ends for a reason. Request 0 sampled an end-of-sequence token. Request 1 did not; it had
+# used up its 256 tokens.
 
 # %%
 ends = trace.table("STATE_TRANSITION").query("status == 'FINISHED'")
@@ -160,9 +160,9 @@ for text in trace.table("REQUEST_OUTPUT")["text"]:
     print(fill(text, 88), end="\n\n")
 
 # %% [markdown]
-# After 176 steps request 0 has 176 tokens: one a step, the prefill's included. That is true of
-# every request that nobody holds up. And the run takes as many steps as its longest answer has
-# tokens: 256.
+# After 176 steps request 0 has 176 tokens: one per step, including the prefill. That is true of
+# every request that does not have to wait. And the run takes as many steps as its longest answer
+# has tokens: 256.
 
 # %%
 assert list(ends["num_completion_tokens"]) == list(ends["step"]) == [176, 256]
@@ -170,13 +170,13 @@ assert trace.table("GENERATE_FINISH")["total_steps"].item() == 256
 
 # %% [markdown]
 # And at any moment in between, `trace.at` has the engine's whole state. In the step after the first
-# end, one request is running, and its page is the only one in use:
+# end, one request is running, and its block is the only one in use:
 
 # %%
 state = trace.at(177)
 print("running", state.running, "waiting", state.waiting)
 print("tables ", {seq_id: state.sequences[seq_id].block_table for seq_id in state.running})
-print("free pages", len(state.free_blocks), "of", state.num_blocks)
+print("free blocks", len(state.free_blocks), "of", state.num_blocks)
 
 # %% [markdown]
 # ## Your turn
@@ -239,7 +239,8 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# A page holds the keys and values of 256 tokens, so for a long time one page is enough for request
+# A block holds the keys and values of 256 tokens, so for a long time one block is enough for
+# request
 # 1. Then it needs a second one. In which step?
 
 # %% tags=["exercise"]
@@ -251,14 +252,14 @@ check(
     step_of_second_page,
     lambda step: step == appended["step"].item(),
     hint="step 1 computes positions 0 to 16, step 2 position 17, step n position 15 + n; the first "
-    "page ends with position 255",
+    "block ends with position 255",
 )
 
 # %% [markdown]
 # ## Answer
 #
-# It lets both into one batch. Step 1 computes all 28 tokens of both prompts and draws a first token
-# for each. From then on every step computes one token for each request, the one that was drawn
-# last, and draws the next: 175 steps for two, until request 0 draws its end, then 80 steps for
-# request 1 alone, until it has its 256 tokens. That is 1 prefill and 255 decodes, 256 steps in all.
-# Between any two of them the batch could change, and once it did.
+# It puts both into one batch. Step 1 computes all 28 tokens of both prompts and samples a first
+# token for each. From then on every step computes one token for each request, the one that was
+# sampled last, and samples the next: 175 steps for two, until request 0 ends, then 80 steps for
+# request 1 alone, until it has its 256 tokens. That is 1 prefill and 255 decodes, 256 steps in
+# total. The batch can change between any two steps, and here it changed once.

@@ -3,13 +3,13 @@
 #
 # **Question:** What does it cost to keep a batch closed until its slowest request has ended?
 #
-# The same six requests, twice: once through a batch that nobody may join or leave (*static*), once
-# through one that changes between any two steps (*continuous*). The model, the prompts and every
-# single token are the same. Four of the requests come at once, two while these run, and a batch has
+# The same six requests, twice: once with a batch that no request may join or leave (*static*), once
+# with one that can change between any two steps (*continuous*). The model, the prompts and all
+# tokens are the same. Four of the requests arrive at once, two while these run, and a batch has
 # room for four.
 #
-# Before: the page on [continuous batching](../docs/en/concepts/continuous-batching.md), which draws
-# what is counted here.
+# Before: the page on [continuous batching](../docs/en/concepts/continuous-batching.md), which has a
+# picture of what is counted here.
 
 # %%
 from pathlib import Path
@@ -33,7 +33,7 @@ assert {run.header.config["max_num_seqs"] for run in runs.values()} == {NUM_SEAT
 # %% [markdown]
 # ## The same work
 #
-# Is it really the same? The requests, and what they were answered:
+# Is it really the same? The requests and their answers:
 
 # %%
 arrivals = runs["static"].table("REQUEST_ENQUEUE")[["seq_id", "prompt_len", "max_tokens"]]
@@ -47,9 +47,9 @@ arrivals
 
 # %% [markdown]
 # 856 tokens, token for token the same. (The lengths are the article's: 20, 80, 200 and 256, and two
-# who come later. They pass over any end of sequence, so that they are as long as we want them.)
+# that arrive later. They ignore end-of-sequence tokens, so the lengths are exact.)
 #
-# ## Two lives of six requests
+# ## Two runs of six requests
 
 # %%
 figure, axes = plt.subplots(2, figsize=(9, 5), layout="constrained", sharex=True)
@@ -60,8 +60,8 @@ axes[0].set(xlabel="")
 _ = axes[0].set_xlim(0, 3.4)  # seconds
 
 # %% [markdown]
-# The bars are as long as people wait. Requests 4 and 5 come early in both pictures: in the upper
-# one they stand in the queue (grey) until the slowest of the first four, request 3, has ended.
+# The bars are as long as the users wait. Requests 4 and 5 arrive early in both pictures: in the
+# upper one they are in the queue (grey) until the slowest of the first four, request 3, has ended.
 
 # %%
 figure, axes = plt.subplots(2, figsize=(9, 4.5), layout="constrained", sharex=True)
@@ -70,7 +70,7 @@ for ax, (name, run) in zip(axes, runs.items(), strict=True):
 _ = axes[0].set(xlabel="")
 
 # %% [markdown]
-# The thin white gaps in the lower picture are the prefills of the two who came late: for one step
+# The thin white gaps in the lower picture are the prefills of the two late requests: for one step
 # the others compute nothing.
 
 # %%
@@ -80,8 +80,8 @@ print(num_steps, {name: f"{time:.2f} s" for name, time in seconds.items()})
 print(f"{1 - num_steps['continuous'] / num_steps['static']:.0%} fewer steps")
 
 # %% [markdown]
-# 456 steps against 258, 43% fewer. A step for one takes not much less time than a step for four, as
-# notebook 1 found for two; so most of that is time, too:
+# 258 steps instead of 456, 43% fewer. A step for one takes not much less time than a step for four,
+# as notebook 1 found for two, so most of this is also saved time:
 
 # %%
 print(f"{1 - seconds['continuous'] / seconds['static']:.0%} less time")
@@ -127,19 +127,18 @@ in_first = waste["static"][waste["static"]["step"] <= batch_end]
 assert in_first["num_empty"].sum() == (batch_end - ends[first_batch]).sum() == 468
 
 # %% [markdown]
-# 236 steps for request 0 alone: that is the article's own number (it has the same lengths). The
-# four of the first batch leave 468 seats empty. The other 498 are of the second batch, which began
-# with two of four seats taken: for requests that nobody knew of when it began, its door would have
-# been closed, too.
+# 236 steps for request 0 alone: that is the article's number (it has the same lengths). The four
+# requests of the first batch leave 468 seats empty. The other 498 are of the second batch, which
+# began with two of four seats taken: it too would not accept requests that arrive after it began.
 
 # %%
 assert waste["static"]["num_empty"].sum() - 468 == 498
 assert ends[3] - ends[0] == 236
 
 # %% [markdown]
-# The continuous run has empty seats as well, 170 of them. But look at the table: not one was empty
-# while somebody waited. They are empty because there is no more work, near the end. No scheduler
-# can fill those.
+# The continuous run has empty seats as well, 170 of them. But look at the table: none was empty
+# while a request waited. They are empty because there is no more work, near the end. No scheduler
+# can fill these.
 
 # %%
 assert waste["continuous"]["num_empty"].sum() == 170
@@ -149,7 +148,7 @@ assert waste["static"]["num_joinable"].sum() == 412
 # %% [markdown]
 # ## Waste two: come late
 #
-# And this is what requests 4 and 5 feel: the time until they see their first token.
+# For requests 4 and 5 it means this: the time until their first token.
 
 # %%
 waits = pd.DataFrame(
@@ -175,10 +174,10 @@ assert ratio[5] > 3
 # until the shortest of four has ended against the time until the longest has, and the second is
 # many times the first.
 #
-# ## Does nobody lose?
+# ## Is any request slower?
 #
-# Somebody does, a little. A new request's prefill is a step in which the others get no token, and a
-# fuller batch makes each step a bit slower:
+# Some are, a little. A new request's prefill is a step in which the others get no token, and a
+# larger batch makes each step a little slower:
 
 # %%
 latency = pd.DataFrame(
@@ -192,8 +191,8 @@ latency.loc["mean"] = latency.mean()
 latency.round(0)
 
 # %% [markdown]
-# Requests 0 to 3 end later than in the static run, 1 to 3 by a tenth or so, since they share their
-# steps with newcomers. Requests 4 and 5 end much earlier, and so does the average.
+# Requests 0 to 3 end later than in the static run, 1 to 3 by about a tenth, because they share
+# their steps with new requests. Requests 4 and 5 end much earlier, and so does the average.
 
 # %%
 assert (latency["difference"][[0, 1, 2, 3]] > 0).all()
@@ -207,8 +206,8 @@ assert (latency["continuous"] / latency["static"])[[0, 1, 2, 3]].max() < 1.2
 # ### Exercise 1
 #
 # Write the waste of early ends as a function: how many seats stay empty if requests of these
-# lengths are run in one closed batch? (Only seats that somebody had, and only in decodes: the first
-# token comes from the prefill.)
+# lengths are run in one closed batch? (Only seats that a request had, and only in decodes: the
+# first token comes from the prefill.)
 
 
 # %% tags=["exercise"]
@@ -233,9 +232,9 @@ check(
 # %% [markdown]
 # ### Exercise 2
 #
-# What if a batch had two seats instead of four, still static? The requests come in the order of
-# their numbers, and all six are there before the first batch has ended. How many steps does the run
-# take? (A batch's prefill is one step, and gives the first token to each.) The check asks the
+# What if a batch had two seats instead of four, still static? The requests arrive in the order of
+# their numbers, and all six have arrived before the first batch has ended. How many steps does the
+# run take? (A batch's prefill is one step, and gives the first token to each.) The check asks the
 # engine's own scheduler, with the recorded arrivals and tokens (that is `nvtrace whatif`; notebook
 # 9 has more of it).
 
@@ -256,8 +255,8 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# However clever the scheduler is: with so many seats and such lengths, no run can take fewer steps
-# than ... what? Two things bound it from below.
+# With a given number of seats and given lengths, no scheduler can take fewer steps than how many?
+# Two things bound it from below.
 
 
 # %% tags=["exercise"]
@@ -279,7 +278,7 @@ check(
 # ## Answer
 #
 # Here it costs 198 of 456 steps (and a third of the time). In the closed batch 966 of 1,816 seats
-# computed nothing, 412 of them while somebody stood in the queue; with an open batch no seat was
-# empty while anybody waited. The price is small: those who are in the batch already take a little
-# longer, as they share it with newcomers. And what is left is close to what no scheduler could
-# beat: 258 steps, and the longest answer alone has 256 tokens.
+# computed nothing, 412 of them while a request was in the queue; with continuous batching no seat
+# was empty while a request waited. The price is small: requests already in the batch take a little
+# longer, because they share it with new ones. And the result is close to the optimum of any
+# scheduler: 258 steps, while the longest answer alone has 256 tokens.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 4. The scheduler
 #
-# **Question:** Who computes in this step, and why do the others have to wait?
+# **Question:** Which requests compute in this step, and why do the others have to wait?
 #
-# Before each step the scheduler looks at two queues and three budgets, and decides. It has no other
-# chance: while a step runs, nothing can be changed. This notebook watches it decide in five runs,
-# each made so that another rule shows.
+# Before each step the scheduler looks at two queues and three budgets, and decides. While a step
+# runs, nothing can be changed. This notebook shows its decisions in five runs, each made to show a
+# different rule.
 #
 # Before: the pages on [chunked prefill](../docs/en/concepts/chunked-prefill.md) and
 # [preemption](../docs/en/concepts/preemption.md). The code is [one
@@ -28,9 +28,9 @@ NAMES = ["gpu-benchmark", "static-vs-continuous", "preemption", "chunked-prefill
 runs = {name: nvtrace.load(TRACES / f"{name}.jsonl.zst") for name in NAMES}
 
 # %% [markdown]
-# ## Three budgets, and one rule of manners
+# ## Three budgets, and one more rule
 #
-# When the head of the waiting queue cannot be admitted, the scheduler says which budget was too
+# When the head of the waiting queue cannot be admitted, the scheduler reports which budget was too
 # small: an `ADMISSION_STOP`. The first one of each run:
 
 # %%
@@ -42,13 +42,13 @@ stops[["run", "step", "reason", "seq_id", "need", "have", "waiting_len"]]
 # %% [markdown]
 # - `token_budget`: a step computes at most so many tokens (`max_num_batched_tokens`). The head has
 #   a prompt of 727, and 679 are left.
-# - `max_num_seqs`: at most so many requests run at once. There would be five, and four may.
-# - `no_blocks`: too few free pages. It needs 8, and 7 are free.
-# - `chunk_not_first` is no budget but a rule, and we come to it below.
+# - `max_num_seqs`: at most so many requests run at once. It would be the fifth, and four may run.
+# - `no_blocks`: too few free blocks. It needs 8, and 7 are free.
+# - `chunk_not_first` is not a budget but a rule, explained below.
 #
 # `need` and `have` are always in the budget's own unit. And `waiting_len` is more than one in the
-# first row: behind a head that does not fit **nobody overtakes**, small as they may be. A queue in
-# which small ones slip past would let a large one starve.
+# first row: **no request overtakes** a head that does not fit, however small it is. If small
+# requests could pass, a large one would starve.
 
 # %%
 assert list(stops["need"]) == [727, 5, 8, 17]
@@ -58,8 +58,8 @@ assert stops["waiting_len"].iloc[0] == 225
 # %% [markdown]
 # ## The token budget, by hand
 #
-# 256 prompts come at once. How many fit into the first step's budget of 16,384 tokens? Add them up
-# in their order until one does not fit.
+# 256 prompts arrive at once. How many fit into the first step's budget of 16,384 tokens? Add them
+# up in their order until one does not fit.
 
 # %%
 benchmark = runs["gpu-benchmark"]
@@ -90,12 +90,12 @@ assert len(prefills) == 9
 assert list(prefills["num_running"])[-1] == len(prompt_lens) == 256
 
 # %% [markdown]
-# While they come on, nobody decodes: this policy (`prefill_first`, the article's) takes new
-# requests before anything else, since each of them makes every later step fuller. The price is paid
-# by those who were there first. The very first 31 have their first token after step 1, and their
-# second one after step 10.
+# While these are admitted, no request decodes: this policy (`prefill_first`, the article's) admits
+# new requests before anything else, because each makes every later batch larger. The first requests
+# pay the price. The first 31 have their first token after step 1, and their second one after step
+# 10.
 #
-# ## A prompt in pieces
+# ## A prompt in chunks
 #
 # In `chunked-prefill` a step may compute 8 tokens, and the prompts have 11 and 17. What now?
 
@@ -112,10 +112,10 @@ columns = [
 chunked.table("SCHEDULE_PREFILL")[columns]
 
 # %% [markdown]
-# Cut them. Request 0 computes 8 tokens in step 1 and the other 3 in step 2; request 1 goes 8, 8, 1.
-# But step 2 had room for 5 more tokens, and request 1 waited for step 3. That is the rule of
-# manners, `chunk_not_first`: only the *first* prompt of a step may be cut. One that would have to
-# be cut and is not first waits, so that there is never more than one unfinished prompt.
+# They are cut into chunks. Request 0 computes 8 tokens in step 1 and the other 3 in step 2; request
+# 1 computes 8, 8 and 1. But step 2 had room for 5 more tokens, and request 1 waited for step 3.
+# That is the rule `chunk_not_first`: only the *first* prompt of a step may be cut. A prompt that is
+# not first and would have to be cut waits, so that there is never more than one unfinished prompt.
 
 # %%
 chunk_stops = chunked.table("ADMISSION_STOP")
@@ -125,8 +125,8 @@ tokens_a_step = chunked.table("SCHEDULE_PREFILL")["num_scheduled_tokens"]
 assert list(tokens_a_step) == [[8], [3], [8], [8], [1]]
 
 # %% [markdown]
-# A chunk that is not the last leaves no token: what it predicts is known already. Request 1 has its
-# first token after its third chunk, in step 5.
+# Nothing is sampled after a chunk that is not the last: the token that it predicts is already
+# known. Request 1 has its first token after its third chunk, in step 5.
 
 # %%
 first_tokens = chunked.tokens[chunked.tokens["index"] == 0]
@@ -136,8 +136,8 @@ assert list(first_tokens["step"]) == [2, 5]
 # %% [markdown]
 # ## Mixed steps
 #
-# Chunks have a second use. If a prompt can be cut anywhere, a step can first give one token to
-# everybody who runs, and spend the *rest* of its budget on prompts. That is the policy `mixed`,
+# Chunks have a second use. If a prompt can be cut anywhere, a step can first compute one token for
+# each running request, and use the *rest* of its budget for prompts. That is the policy `mixed`,
 # close to vLLM's rule. The same three requests, arriving in the same steps, under both policies:
 
 # %%
@@ -153,8 +153,8 @@ pd.concat(
 
 # %% [markdown]
 # In step 12 a request arrives. Under `prefill_first` it computes its 11 tokens alone, and request 0
-# has no token from this step. Under `mixed` they share the step. What request 0 notices of it is
-# the time between two of its tokens:
+# has no token from this step. Under `mixed` they share the step. For request 0 it changes the time
+# between two of its tokens:
 
 # %%
 figure, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
@@ -180,9 +180,9 @@ gaps = pd.DataFrame(
 gaps.round(1)
 
 # %% [markdown]
-# Two spikes, one for each newcomer. With `prefill_first` such a gap is a prefill *and* a decode,
+# Two spikes, one for each new request. With `prefill_first` such a gap is a prefill *and* a decode,
 # more than three times the median; with `mixed` it is a single step, about twice as long as others.
-# The number of steps is 109 in both runs: nothing is computed less, it is divided differently.
+# The number of steps is 109 in both runs: the same work is computed, only divided differently.
 
 # %%
 longest = gaps.loc["longest ms"] / gaps.loc["median ms"]
@@ -191,9 +191,9 @@ assert longest["mixed"] < 2.5
 assert set(gaps.loc["steps"]) == {109}
 
 # %% [markdown]
-# ## Too few pages
+# ## Too few blocks
 #
-# Three requests, 24 pages of 4 tokens. They all fit when they come, and then they grow.
+# Three requests, 24 blocks of 4 tokens. They all fit when they arrive, and then they grow.
 
 # %%
 crowded = runs["preemption"]
@@ -208,11 +208,11 @@ preemptions = crowded.table("PREEMPT")
 preemptions[["step", "seq_id", "for_seq_id", "num_blocks_freed", "num_tokens_to_recompute"]]
 
 # %% [markdown]
-# The red spans are *preemptions*: somebody needs a page, none is free, and whoever came last gives
-# up all of its own. Twice that is request 2 itself: in steps 19 and 73 it is request 2 who needs
-# the page, and there is nobody behind it to take one from. In step 35 request 0 needs one; request
-# 2 is out already, so it hits request 1. The oldest is never hit. That is why somebody always gets
-# done.
+# The red spans are *preemptions*: a request needs a block, none is free, and the request that was
+# admitted last gives up all of its own. Twice that is request 2 itself: in steps 19 and 73 request
+# 2 needs the block, and there is none behind it to take one from. In step 35 request 0 needs one;
+# request 2 is already preempted, so request 1 is preempted. The oldest is never preempted, so some
+# request always finishes.
 
 # %%
 before = crowded.at(34)
@@ -234,8 +234,8 @@ cost.round({"share_of_latency": 2})
 waiting_by_reason(crowded.table("ADMISSION_STOP"), crowded.steps)
 
 # %% [markdown]
-# Request 2 spent half of its life waiting to come back: `no_blocks` kept the queue's head out for
-# 66 steps. The recomputing is the smaller part of the price, 78 tokens in all.
+# Request 2 spent half of its time waiting to be admitted again: `no_blocks` stopped the queue's
+# head for 66 steps. Recomputing is the smaller part of the cost, 78 tokens in total.
 
 # %%
 assert cost["num_recomputed_tokens"].sum() == 78
@@ -247,9 +247,9 @@ assert len(crowded.table("ADMISSION_STOP")) == 66
 #
 # ### Exercise 1
 #
-# Write the admission of `prefill_first` for one step, with enough pages and places: given the
-# lengths of the waiting prompts in their order and the step's budget, how many prompts get into the
-# step? Mind that the first may be cut. It is checked against the nine prefills of the benchmark,
+# Write the admission of `prefill_first` for one step, with enough blocks and places: given the
+# lengths of the waiting prompts in their order and the step's budget, how many prompts are in the
+# step? Note that the first may be cut. It is checked against the nine prefills of the benchmark,
 # and a few more.
 
 
@@ -296,16 +296,16 @@ assert list(given_up) == [28, 50, 36]
 check(
     num_tokens_not_lost,
     lambda n: n == given_up.sum() - crowded.requests["num_recomputed_tokens"].sum(),
-    hint="pages that were given up keep their contents until somebody takes them, and the prefix "
+    hint="blocks that were given up keep their contents until somebody takes them, and the prefix "
     "cache still finds them",
 )
 
 # %% [markdown]
 # ### Exercise 3
 #
-# Who is hit? Write the choice of the victim: the running queue (oldest first) and the request that
-# needs a page, in; the request that gives up its pages, out. It is checked against every preemption
-# of two traces.
+# Which request is preempted? Write the choice: the input is the running queue (oldest first) and
+# the request that needs a block, the output is the request that gives up its blocks. It is checked
+# against every preemption of two traces.
 
 
 # %% tags=["exercise"]
@@ -316,7 +316,7 @@ def victim(running: list[int], in_need: int) -> int:
 
 # %% tags=["check"]
 def queues(run: nvtrace.Trace) -> list[tuple[list[int], int, int]]:
-    """Of each preemption: the running queue before its step, who needs a page, who was hit."""
+    """Of each preemption: the running queue before its step, who needs a block, who was hit."""
     return [
         (run.at(row.step - 1).running, row.for_seq_id, row.seq_id)
         for row in run.table("PREEMPT").itertuples()
@@ -330,16 +330,16 @@ check(
         choose(list(running), in_need) == hit
         for running, in_need, hit in [*queues(crowded), *queues(on_gpu), ([3, 5, 4], 5, 4)]
     ),
-    hint="the order is that of admission, not of numbers; who needs the page may be hit, too",
+    hint="the order is that of admission, not of numbers; who needs the block may be hit, too",
 )
 
 # %% [markdown]
 # ## Answer
 #
-# Under `prefill_first` a step is a prefill if anybody can be admitted, and gives a token to
-# everybody who runs if not. Admission goes through the waiting queue from its head, and stops at
-# the first request that would exceed a budget: the tokens of a step, the requests at once, or the
-# free pages. Nobody overtakes. A prompt that is too long for any step is cut, if it comes first in
-# it; under `mixed`, any prompt is, and decodes share the step with it. And when a decode finds no
-# free page, the request that was admitted last gives up its own and waits at the head of the queue,
-# for as long as pages are short: in our run that was half of a request's life.
+# Under `prefill_first` a step is a prefill if a request can be admitted; if not, every running
+# request computes a token. Admission goes through the waiting queue from its head, and stops at the
+# first request that would exceed a budget: the tokens of a step, the requests at once, or the free
+# blocks. No request overtakes another. A prompt that is too long for any step is cut into chunks if
+# it is the first in the step; under `mixed` any prompt is, and decodes share the step with it. When
+# a decode finds no free block, the request that was admitted last gives up its own and waits at the
+# head of the queue until there are enough blocks: in our run that was half of a request's time.

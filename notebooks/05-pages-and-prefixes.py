@@ -1,10 +1,11 @@
 # %% [markdown]
-# # 5. Pages and prefixes
+# # 5. Blocks and prefixes
 #
-# **Question:** Whose is a page of the KV cache, how is it found again, and when is it forgotten?
+# **Question:** Which requests hold a block of the KV cache, how is it found again, and when is it
+# evicted?
 #
-# Two runs with very small pages, of 4 tokens each, so that a lot happens to them: in one there are
-# too few, in the other the same question is asked four times.
+# Two runs with very small blocks, of 4 tokens each, so that much happens to them: in one there are
+# too few blocks, in the other the same question is asked four times.
 #
 # Before: the pages on [the paged KV cache](../docs/en/concepts/paged-kv-cache.md) and on [prefix
 # caching](../docs/en/concepts/prefix-caching.md). The code is [one
@@ -32,8 +33,9 @@ assert {run.header.config["kvcache_block_size"] for run in (crowded, shared)} ==
 # %% [markdown]
 # ## A block table
 #
-# A request does not have a piece of memory; it has a list of page numbers, its *block table*. Token
-# i lies in the page `table[i // 4]`, at place `i % 4`. The pages themselves lie anywhere.
+# A request does not have one piece of memory; it has a list of block numbers, its *block table*.
+# Token i is in the block `table[i // 4]`, at offset `i % 4`. The blocks may be anywhere in the
+# pool.
 
 # %%
 state = crowded.at(10)
@@ -41,17 +43,17 @@ tables = {seq_id: state.sequences[seq_id].block_table for seq_id in state.runnin
 tables
 
 # %% [markdown]
-# Where is token 19 of request 0? In the page at place 4 of its table, and it is the last of the
+# Where is token 19 of request 0? In the block at place 4 of its table, and it is the last of the
 # four there.
 
 # %%
 page, place = tables[0][19 // BLOCK_SIZE], 19 % BLOCK_SIZE
-print("page", page, "place", place)
+print("block", page, "place", place)
 assert (page, place) == (14, 3)
 
 # %% [markdown]
-# A table grows by a page whenever a token does not fit any more. Here is every page of that run,
-# over its 132 steps. Each line is a page; white means free and empty, grey means free with
+# A table grows by a block whenever a token does not fit any more. Here is every block of that run,
+# over its 132 steps. Each line is a block; white means free and empty, grey means free with
 # something worth keeping, green means in a table.
 
 # %%
@@ -60,21 +62,21 @@ _ = plots.kv_block_map(crowded.blocks, ax)
 assert len(crowded.steps) == 132
 
 # %% [markdown]
-# Two things to see. Pages are taken from the bottom up at first, for nobody wants a particular one.
-# And from step 19 on hardly anything is ever white again: a page that is given back keeps what is
-# in it (grey) until somebody needs the room.
+# Two things to see. Blocks are taken from the bottom up at first, because any free block will do.
+# And from step 19 on almost nothing is white again: a block that is released keeps its contents
+# (grey) until it is taken for other tokens.
 #
-# ## A page's name
+# ## A block's hash
 #
-# What is a page good for that nobody uses? For the next request that begins alike. So it must be
-# found by what is in it. But the same four tokens have different keys and values in every text:
-# they depend on all tokens before them. Hence a page's name is a hash of its tokens *and of the
-# name of the page before it*.
+# What is the use of a block that no request holds? The next request with the same beginning can use
+# it. So it must be found by its contents. But the same four tokens have different keys and values
+# in every text: they depend on all tokens before them. So a block's hash is a hash of its tokens
+# *and of the hash of the block before it*.
 
 
 # %%
 def chain(token_ids: list[int]) -> list[str]:
-    """The names of the full pages that hold these tokens."""
+    """The names of the full blocks that hold these tokens."""
     names, parent = [], b""
     for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
         tokens = array("I", token_ids[end - BLOCK_SIZE : end]).tobytes()
@@ -90,28 +92,28 @@ print(dict(zip(published["block_ids"][0], chain(prompt), strict=True)))
 assert chain(prompt) == published["hashes"][0]
 
 # %% [markdown]
-# The prompt has 13 tokens: three full pages with names, and one token in a fourth that has none
-# yet. We have worked out the same names as the engine, from nothing but the tokens. Change the
-# first token, and all three are others:
+# The prompt has 13 tokens: three full blocks with hashes, and one token in a fourth that has none
+# yet. We have computed the same hashes as the engine, from the tokens alone. Change the first
+# token, and all three are different:
 
 # %%
 changed = chain([prompt[0] + 1, *prompt[1:]])
 print([before == after for before, after in zip(chain(prompt), changed, strict=True)])
 
 # %% [markdown]
-# ## The life of page 0
+# ## What happens to block 0
 #
 # `shared-prefix` asks the same question twice at once, once more while these run, and once more
-# when all is over. This is all that happens to page 0, which holds its first four tokens:
+# after all have ended. This is all that happens to block 0, which holds its first four tokens:
 
 # %%
 life = shared.blocks.query("block_id == 0")
 life[["step", "operation", "seq_id", "ref_count", "is_published"]]
 
 # %% [markdown]
-# Request 0 allocates it, and it is published as soon as it is computed. Request 2 finds it in use
-# and *shares* it: the count goes to 2. When both have ended the count is 0 and the page is free,
-# but still published; request 3 *revives* it. Nothing was copied.
+# Request 0 allocates it, and it is hashed as soon as it is computed. Request 2 finds it in use and
+# *shares* it: the count goes to 2. When both have ended the count is 0 and the block is free, but
+# still in the prefix cache; request 3 *revives* it. Nothing was copied.
 
 # %%
 assert list(life["operation"]) == [
@@ -125,24 +127,24 @@ figure, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
 _ = plots.kv_block_map(shared.blocks, ax)
 
 # %% [markdown]
-# The thin purple strip at the bottom, from step 5 to 65, are the shared pages 0 to 2. What did it
-# save?
+# The thin purple strip at the bottom, from step 5 to 65, is the shared blocks 0 to 2. What did
+# sharing save?
 
 # %%
 hits = prefix_hits(shared.requests)
 hits.drop(columns="scheduled_ns").round(2)
 
 # %% [markdown]
-# Requests 2 and 3 had to compute one token of 13. That one is always computed, even if its page is
-# there: without it there would be no logits to draw a token from.
+# Requests 2 and 3 had to compute one token of 13. That one is always computed, even if its block is
+# cached: without it there would be no logits to sample from.
 #
 # ## Computed twice
 #
 # But request 1 asked the same, in the same step as request 0, and found nothing. When the two were
-# admitted, nothing had been computed, and a page is published after its computation, never before:
-# whoever finds it must find something in it. So both computed the same, into pages of their own.
-# And it stayed so: these requests were even answered alike, and yet no page of request 1 was ever
-# published.
+# admitted, nothing had been computed, and a block is hashed after it is computed, never before: a
+# block that is found must hold keys and values. So both computed the same, into blocks of their
+# own. This did not change later: even their answers were the same, but no block of request 1 was
+# ever hashed.
 
 # %%
 answers = shared.tokens.sort_values(["seq_id", "index"]).groupby("seq_id")["token_id"].agg(list)
@@ -152,18 +154,18 @@ assert answers[0] == answers[1]
 assert publishers == [0]
 
 # %% [markdown]
-# In the picture above this is the comb at the right: three requests took pages in turn, and only
+# In the picture above this is the comb at the right: three requests took blocks in turn, and only
 # those of request 0 are still grey when all have ended.
 #
-# A name stands for one page. The first that has it counts, and the second copy is just a page in
-# somebody's table, to be thrown away with it.
+# A hash belongs to one block. The prefix cache keeps the first block with it; the second copy is
+# only a block in a request's table, and is freed with it.
 #
-# ## Who is forgotten first
+# ## Which block is evicted first
 #
-# There is one list of free pages, and new ones are taken from its head. So its order decides what
-# is forgotten, and giving back is where the thinking is: a page without a name goes to the head
-# (nothing is lost with it), one with a name to the tail. And a request gives back its *deepest*
-# page first.
+# There is one list of free blocks, and new ones are taken from its head. So its order decides what
+# is evicted, and the order is made when blocks are released: a block without a hash goes to the
+# head (nothing is lost with it), a hashed one to the tail. And a request releases its *last* block
+# first.
 #
 # In the crowded run request 2 gives up everything in step 73, and comes back in step 95:
 
@@ -173,15 +175,15 @@ given_back = window.query("step == 73 and operation == 'release'")["block_id"].t
 evicted = window.query("step < 95 and operation == 'evict'")[["step", "block_id"]]
 revived = window.query("step == 95 and operation == 'revive'")["block_id"].tolist()
 print("given back, deepest first", given_back)
-print("evicted since, [step, page]", evicted.to_numpy().tolist())
-print("found again, first page first", revived)
+print("evicted since, [step, block]", evicted.to_numpy().tolist())
+print("found again, first block first", revived)
 
 # %% [markdown]
-# Every fourth step request 1 takes a page, and each time it is the next of that list: first the
-# deepest, then the one before. What is still there in step 95 are the *first* four pages, and these
-# are what a prefix consists of. Had they been given back in the order of the table, the first page
-# would have gone first, and the others would be there, full, and of no use: a chain is found from
-# its beginning.
+# Every fourth step request 1 takes a block, and each time it is the next of that list: first the
+# last one of the table, then the one before. In step 95 the *first* four blocks are still there,
+# and these are the prefix. If they had been released in the order of the table, the first block
+# would have been evicted first, and the others would be there, full, and of no use: a chain of
+# hashes is found from its beginning.
 
 # %%
 assert given_back == [*evicted["block_id"], *reversed(revived)]
@@ -192,12 +194,12 @@ assert len(revived) * BLOCK_SIZE == 16
 
 # %%
 operations = crowded.blocks["operation"].value_counts()
-operations[operations > 0].to_frame("pages")
+operations[operations > 0].to_frame("blocks")
 
 # %% [markdown]
-# 52 pages were forgotten, 9 were found again. That is little, and rightly so: with 24 pages for
-# three requests that want more, there is nowhere to keep anything. A prefix cache lives on memory
-# that nobody needs right now.
+# 52 blocks were evicted, 9 were found again. That is little, as expected: with 24 blocks for three
+# requests that need more, there is no memory to keep anything. A prefix cache uses memory that is
+# free at the moment.
 
 # %%
 assert operations["evict"] == 52
@@ -209,13 +211,13 @@ assert crowded.at().num_blocks == 24
 #
 # ### Exercise 1
 #
-# A prompt comes all of whose full pages are published. For how many of its tokens does the cache
-# spare the computation? (At least one must be computed.)
+# All full blocks of a new prompt are in the prefix cache. How many of its tokens need not be
+# computed? (At least one must be computed.)
 
 
 # %% tags=["exercise"]
 def num_spared(num_tokens: int, block_size: int) -> int:
-    """Tokens of a prompt that need not be computed if all its full pages are known."""
+    """Tokens of a prompt that need not be computed if all its full blocks are known."""
     raise NotImplementedError  # your code
 
 
@@ -228,28 +230,28 @@ check(
         and [spared(n, 4) for n in (1, 4, 5, 12)] == [0, 0, 4, 8]
         and [spared(n, 256) for n in (256, 257)] == [0, 256]
     ),
-    hint="whole pages only, and never the last token: with 12 tokens in pages of 4 the third page "
-    "has it",
+    hint="whole blocks only, and never the last token: with 12 tokens in blocks of 4 the third "
+    "block has it",
 )
 
 # %% [markdown]
 # ### Exercise 2
 #
-# Write what giving back does to the free list. You get the list as it is (next taken first), the
-# pages that come free (deepest first), and the set of all published pages; return the new list.
-# Unnamed pages go to the head one by one, named ones to the tail. It is checked against every
-# release in both traces.
+# Write what a release does to the free list. You get the list as it is (next taken first), the
+# blocks that become free (the table's last one first), and the set of all hashed blocks; return the
+# new list. Blocks without a hash go to the head one by one, hashed ones to the tail. It is checked
+# against every release in both traces.
 
 
 # %% tags=["exercise"]
 def after_release(free: list[int], freed: list[int], published: set[int]) -> list[int]:
-    """The free list after a request has given its pages back."""
+    """The free list after a request has given its blocks back."""
     raise NotImplementedError  # your code
 
 
 # %% tags=["check"]
 def releases(path: Path) -> list[tuple[list[int], list[int], set[int], list[int]]]:
-    """Of each release: the free list before, the pages, what is published, the list after."""
+    """Of each release: the free list before, the blocks, what is published, the list after."""
     state, cases = nvtrace.State(), []
     for record in nvtrace.read_trace(path):
         before = list(state.free_blocks)
@@ -272,14 +274,14 @@ def is_as_recorded(rule: Callable[[list[int], list[int], set[int]], list[int]]) 
 check(
     after_release,
     is_as_recorded,
-    hint="take the freed pages one by one. A page without a name is put before all others, so of "
-    "two such pages the second one is taken first",
+    hint="take the freed blocks one by one. A block without a name is put before all others, so of "
+    "two such blocks the second one is taken first",
 )
 
 # %% [markdown]
 # ### Exercise 3
 #
-# At the end of step 68 of `shared-prefix` every page is free. Which page will be taken next, and
+# At the end of step 68 of `shared-prefix` every block is free. Which block will be taken next, and
 # which one of all would be the last? Answer with the two numbers.
 
 # %% tags=["exercise"]
@@ -295,9 +297,9 @@ check(
 # %% [markdown]
 # ## Answer
 #
-# A page belongs to every request in whose block table it stands, and its ref count says how many
-# those are. When it is full and computed it gets a name, a hash of all tokens from the beginning to
-# its end, and under that name later requests find it: in use (they share it) or free (they revive
-# it). Forgotten it is only when somebody takes it for something else, and it is taken from the head
-# of the free list: pages without a name first, then those that were given back longest ago, and of
-# one request the deepest first, so that what survives is a prefix.
+# A block is held by every request whose block table has it, and its ref count says how many those
+# are. When it is full and computed it is hashed: its hash, of all tokens from the beginning to its
+# end, is entered in the prefix cache, and later requests find it there: in use (they share it) or
+# free (they revive it). It is evicted only when it is taken for other tokens, and blocks are taken
+# from the head of the free list: first those without a hash, then those that were released longest
+# ago, and of one request the last one first, so that what remains is a prefix.

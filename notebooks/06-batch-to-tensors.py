@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 6. From a batch to tensors
 #
-# **Question:** The scheduler says "these requests, so many tokens each". Which few rows of numbers
-# tell the model everything else?
+# **Question:** The scheduler chooses requests, and a number of tokens for each. Which few rows of
+# numbers give the model everything else?
 #
-# It reads `example` (two prompts of 11 and 17 tokens), `preemption` (pages of 4 tokens, too few of
+# It reads `example` (two prompts of 11 and 17 tokens), `preemption` (blocks of 4 tokens, too few of
 # them) and `mixed`. Before it: [paged KV cache](../docs/en/concepts/paged-kv-cache.md).
 
 # %%
@@ -31,9 +31,9 @@ mixed = nvtrace.load(TRACES / "mixed.jsonl.zst")
 # ## One row, and where it is cut
 #
 # A model could take a batch as a rectangle: a row for each request, the short ones filled up to the
-# longest. Whatever is filled up is computed for nothing. So this engine, like vLLM, lays all new
-# tokens one behind the other, and notes where each request begins: `cu_seqlens_q`, the *cumulative
-# sequence lengths* of the queries.
+# longest. Computing the padding is wasted work. So this engine, like vLLM, puts all new tokens one
+# after the other, and records where each request begins: `cu_seqlens_q`, the *cumulative sequence
+# lengths* of the queries.
 
 # %%
 prompts = example.table("REQUEST_ENQUEUE").set_index("seq_id")["prompt_token_ids"]
@@ -49,14 +49,14 @@ assert first["cu_seqlens_q"] == [0, *np.cumsum(lengths)]
 assert first["flat_tokens"] == len(input_ids) == 28
 
 # %% [markdown]
-# Request 0 owns the places from 0 up to 11 of the row, request 1 those from 11 up to 28. The
-# article has the same numbers in its section 2.7.2, since its prompts have the same lengths.
+# Request 0 has the places from 0 up to 11 of the row, request 1 those from 11 up to 28. The article
+# has the same numbers in its section 2.7.2, because its prompts have the same lengths.
 #
-# ## Who may look at whom
+# ## Which tokens attend to which
 #
-# In a flat row, a token of request 1 stands right behind one of request 0, and must not see it. The
-# attention kernel gets `cu_seqlens_q` and `cu_seqlens_k` (the same for the contexts), and allows
-# exactly this: a query looks at the keys of its own request, up to its own position.
+# In a flat row, a token of request 1 comes right after one of request 0, and must not attend to it.
+# The attention kernel gets `cu_seqlens_q` and `cu_seqlens_k` (the same for the contexts), and
+# allows exactly this: a query attends to the keys of its own request, up to its own position.
 
 
 # %%
@@ -93,14 +93,14 @@ later = preemption.table("PREPARE_PREFILL_TENSORS").iloc[1]
 both = mixed.table("PREPARE_PREFILL_TENSORS").iloc[2]
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 draw_mask(first, axes[0], "two prompts")
-draw_mask(later, axes[1], "the first has 20 tokens in pages")
+draw_mask(later, axes[1], "the first has 20 tokens in blocks")
 draw_mask(both, axes[2], "two decodes and a prompt")
 
 # %% [markdown]
 # Left: two prompts, nothing computed before, two triangles. Middle: step 65 of `preemption`.
-# Request 1 comes back, the prefix cache still has its first 20 tokens, so it brings 31 queries for
-# 51 keys; the triangle has become a trapezoid, flush with the *right* end, for the newest query
-# sees everything. Right: step 40 of `mixed`. A decode is nothing but a request with one query, so
+# Request 1 is admitted again, and the prefix cache still has its first 20 tokens, so it has 31
+# queries for 51 keys; the triangle has become a trapezoid, aligned to the *right* end, because the
+# newest query sees everything. Right: step 40 of `mixed`. A decode is a request with one query, so
 # it fits into the same layout as a prompt: two rows, and a triangle of 12.
 
 # %%
@@ -114,9 +114,9 @@ assert (later["step"], both["step"]) == (65, 40)
 # %% [markdown]
 # ## Positions
 #
-# Rotary embeddings must know how far into its request each token is. That is not its place in the
-# row: it counts from the first token that is *not yet computed*. The trace keeps positions as
-# ranges, first and last.
+# Rotary embeddings need the position of each token within its request. That is not its place in the
+# row: it continues from the tokens that are *already computed*. The trace has positions as ranges,
+# first and last.
 
 # %%
 print("example ", first["position_ranges"])
@@ -127,13 +127,13 @@ assert later["position_ranges"] == [(20, 50), (0, 28)]
 # %% [markdown]
 # ## Slots
 #
-# What is computed must be kept. A page of `block_size` tokens has that many *slots*, and a token's
-# slot follows from its position and its request's block table:
+# Keys and values must be stored. A block of `block_size` tokens has that many *slots*, and a
+# token's slot follows from its position and its request's block table:
 #
 #     slot = block_table[position // block_size] * block_size + position % block_size
 #
-# With pages of 256 that is hard to see, with pages of 4 it is not. Here are the pages while step 65
-# computes: each square is a slot, its number the position that lies in it.
+# With blocks of 256 that is hard to see, with blocks of 4 it is not. Here are the blocks while step
+# 65 computes: each square is a slot, its number the position stored in it.
 
 # %%
 assert example.header.config["kvcache_block_size"] == 256
@@ -147,7 +147,7 @@ for seq_id, table in tables.items():
 
 # %%
 def draw_slots(tables: dict[int, list[int]], lengths: dict[int, int], ax: Axes) -> None:
-    """Draw the pool: a column for each page, a square for each slot, the position in it."""
+    """Draw the pool: a column for each block, a square for each slot, the position in it."""
     colors = dict(zip(tables, (plots.COLORS["decode"], plots.COLORS["mixed"]), strict=True))
     for seq_id, table in tables.items():
         for position in range(lengths[seq_id]):
@@ -156,7 +156,7 @@ def draw_slots(tables: dict[int, list[int]], lengths: dict[int, int], ax: Axes) 
             ax.text(page, offset, str(position), ha="center", va="center", fontsize="x-small")
         ax.scatter([], [], marker="s", color=colors[seq_id], label=f"request {seq_id}")
     ax.set(xlim=(-0.5, state.num_blocks - 0.5), ylim=(state.block_size - 0.5, -0.5))
-    ax.set(xlabel="page", ylabel="offset", xticks=range(state.num_blocks), yticks=range(4))
+    ax.set(xlabel="block", ylabel="offset", xticks=range(state.num_blocks), yticks=range(4))
     ax.set_xticks(np.arange(state.num_blocks) + 0.5, minor=True)
     ax.tick_params(which="minor", length=0)
     ax.grid(which="minor", axis="x", color="#aab0b6", lw=0.6)
@@ -169,14 +169,14 @@ draw_slots(tables, num_tokens, ax)
 
 
 # %% [markdown]
-# Neighbours in a request are neighbours within a page, and from page to page anywhere. Now the same
-# by hand, for *every* step of three traces: what the scheduler decided and the block tables go in,
-# what the engine recorded must come out.
+# Consecutive tokens of a request are consecutive within a block, but the blocks may be anywhere.
+# Now the same by hand, for *every* step of three traces: the input is what the scheduler decided
+# and the block tables, the result must be what the engine recorded.
 
 
 # %%
 def runs(table: list[int], start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """The slots of positions start to stop - 1: a (first, last) for each page they touch."""
+    """The slots of positions start to stop - 1: a (first, last) for each block they touch."""
     while start < stop:
         slot = table[start // block_size] * block_size + start % block_size
         in_page = min(stop - start, block_size - start % block_size)
@@ -211,9 +211,9 @@ print(num_checked, "steps with prompts in them, and each number as recorded")
 # %% [markdown]
 # ## A decode needs less
 #
-# In a decode step each request computes one token. There is nothing to cut: row i is request i.
-# What remains is a position and a slot for each, and `context_lens`, how many tokens it attends to.
-# The position needs no row of its own in the trace: it is `context_lens - 1`.
+# In a decode step each request computes one token. Row i is request i, so no `cu_seqlens` are
+# needed: only a position and a slot for each, and `context_lens`, how many tokens it attends to.
+# The trace does not record the position: it is `context_lens - 1`.
 
 # %%
 decodes = preemption.table("PREPARE_DECODE_TENSORS")
@@ -231,10 +231,10 @@ for decode in decodes.to_dict("records"):
 print(len(decodes), "decode steps, and each slot as recorded")
 
 # %% [markdown]
-# `block_tables_shape` is the last of it: attention must *read* the whole context, so it gets the
-# block tables themselves, filled up to the longest. A first prefill gets none (`has_block_tables`
-# is false): all keys it needs are those it has just computed. Step 65 gets them, for the 20 tokens
-# that were in pages already.
+# `block_tables_shape` is the last field: attention must *read* the whole context, so it gets the
+# block tables themselves, padded to the longest. A first prefill gets none (`has_block_tables` is
+# false): it needs only the keys that it has just computed. Step 65 gets them, for the 20 tokens
+# that were already in blocks.
 
 # %%
 prefills = preemption.table("PREPARE_PREFILL_TENSORS")
@@ -246,7 +246,7 @@ prefills[["step", "flat_tokens", "n_seqs", "max_seqlen_q", "max_seqlen_k", "has_
 #
 # ### Exercise 1
 #
-# A pool has pages of 4 tokens. A request's block table is `[7, 2, 9]`, and it has 10 tokens, the
+# A pool has blocks of 4 tokens. A request's block table is `[7, 2, 9]`, and it has 10 tokens, the
 # newest of which is computed in this step. Into which slot do its key and value go?
 
 # %% tags=["exercise"]
@@ -263,8 +263,8 @@ check(
 # ### Exercise 2
 #
 # Write the function that makes a decode's `slot_mapping`. It gets each request's block table, each
-# one's context length (with the new token), and the page size. It is tried on all decode steps of
-# the trace.
+# one's context length (with the new token), and the block size. It is checked on all decode steps
+# of the trace.
 
 
 # %% tags=["exercise"]
@@ -290,8 +290,8 @@ check(slot_mapping, is_as_recorded, hint="the newest token's position is context
 # %% [markdown]
 # ### Exercise 3
 #
-# Write `cu_seqlens_k` as a function of what the scheduler says: for each request the tokens
-# computed before, and the tokens scheduled now. (`cu_seqlens_q` needs the second alone.)
+# Write `cu_seqlens_k` as a function of what the scheduler gives: for each request the tokens
+# computed before, and the tokens scheduled now. (`cu_seqlens_q` needs only the second.)
 
 
 # %% tags=["exercise"]
@@ -318,10 +318,9 @@ check(
 # %% [markdown]
 # ## Answer
 #
-# Four rows of numbers. The tokens, flat. A *position* for each, so that it knows where it is in its
-# request. A *slot* for each, so that its key and value can be found again. And the cuts:
-# `cu_seqlens_q` and `cu_seqlens_k` where requests bring any number of tokens, `context_lens` where
-# each brings one. Where keys are read from pages, the block tables come along. Nothing in them says
-# "prompt", "decode", "preempted" or "shared": all of that is the scheduler's, and the model
-# computes the same whichever it was. That is why a mixed step, a chunk and a revived prefix need no
-# code of their own.
+# Four rows of numbers. The tokens, flat. A *position* for each: its place in its request. A *slot*
+# for each, so that its key and value can be found again. And the borders: `cu_seqlens_q` and
+# `cu_seqlens_k` where requests have any number of tokens, `context_lens` where each has one. Where
+# keys are read from blocks, the block tables are added. Nothing in them says "prompt", "decode",
+# "preempted" or "shared": only the scheduler knows that, and the model computes the same in each
+# case. That is why a mixed step, a chunk and a revived prefix need no code of their own.

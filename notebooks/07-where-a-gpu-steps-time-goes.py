@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 7. CUDA graphs, and where a GPU step's time goes
 #
-# **Question:** A decode step on a GPU takes so many microseconds. Who needs them, the host, the GPU
-# or the memory, and who waits for whom?
+# **Question:** Where does the time of a decode step on a GPU go: the host, the GPU or the memory,
+# and which waits for which?
 #
-# It reads runs on an NVIDIA H200: `gpu-example` (the article's two requests, on the model that
-# ships), `gpu-benchmark` (256 requests, Qwen3-0.6B's shape) and `gpu-preemption` (three requests in
-# too few pages); in an exercise also `gpu-two-gpus`. Before it: [CUDA
+# It reads runs on an NVIDIA H200: `gpu-example` (the article's two requests, with the included
+# model), `gpu-benchmark` (256 requests, Qwen3-0.6B's shape) and `gpu-preemption` (three requests in
+# too few blocks); in an exercise also `gpu-two-gpus`. Before it: [CUDA
 # graphs](../docs/en/concepts/cuda-graphs.md).
 
 # %%
@@ -28,10 +28,10 @@ preemption = nvtrace.load(TRACES / "gpu-preemption.jsonl.zst")
 # %% [markdown]
 # ## Two clocks
 #
-# `wall_ns` is the host's time for a step, and five parts add up to it. `gpu_ns` is the device's
-# own, measured between two marks in its queue. The GPU works behind the host's back, so the two
-# must never be added. One more number joins them: the *period*, from the end of a step to the end
-# of the next. It is what a user sees between two tokens.
+# `wall_ns` is the host's time for a step, and five parts add up to it. `gpu_ns` is the device's own
+# time, measured between two marks in its queue. The GPU works at the same time as the host, so the
+# two must never be added. One more number is needed: the *period*, from the end of a step to the
+# end of the next. It is the time that a user sees between two tokens.
 
 # %%
 PARTS = ["schedule_ns", "prepare_ns", "forward_ns", "sample_ns", "postprocess_ns"]
@@ -73,9 +73,9 @@ plt.show()
 
 # %% [markdown]
 # In the grey part, `sample`, the host launches the next step and waits for this one's tokens. It is
-# the longest in both runs, and it means opposite things: with the large batch it is nearly all
-# waiting, with the tiny model nearly all launching. So ask the other way round: for which share of
-# the period is the GPU at work?
+# the longest in both runs, but for opposite reasons: with the large batch it is nearly all waiting,
+# with the tiny model nearly all launching. So look at the GPU: for which share of the period is it
+# busy?
 
 # %%
 later = {name: frame.iloc[1:] for name, frame in decodes.items()}  # the first waits for a prefill
@@ -86,18 +86,19 @@ assert busy["gpu-benchmark"] > 0.97
 assert 0.3 < busy["gpu-example"] < 0.5
 
 # %% [markdown]
-# **The large batch is the GPU's.** It is hardly ever idle: the host decides, lays out, reads tokens
-# and writes this very trace *while* the GPU computes. Faster Python would gain nothing at all.
+# **With the large batch the GPU is the bottleneck.** It is almost never idle: the host schedules,
+# lays out tensors, reads tokens and writes this trace *while* the GPU computes. Faster Python would
+# gain nothing.
 #
-# **The tiny model is the host's.** More than half of the time the GPU has nothing to do. A faster
-# GPU would gain little.
+# **With the tiny model the host is the bottleneck.** More than half of the time the GPU has nothing
+# to do. A faster GPU would gain little.
 #
-# ## How is it hardly ever idle? Launched ahead
+# ## Why is it almost never idle? The engine runs ahead
 #
-# Between two steps the host must schedule, and the GPU would have to wait. Unless it has been given
-# the next step already: where the scheduler can foresee that the next step will be this batch, or
-# what is left of it, one token further, its graph is launched behind this one. `is_ahead` says so,
-# and `forward_ns`, the launch, is no more than a look: it has been done.
+# Between two steps the host must schedule, and the GPU would have to wait. To avoid this, the
+# engine runs ahead: if it can foresee that the next step will be this batch, or the rest of it, one
+# token further, it launches that step's graph behind this one. `is_ahead` records it, and
+# `forward_ns`, the launch, is then almost zero: the launch was done in the previous step.
 
 # %%
 for name, frame in decodes.items():
@@ -110,10 +111,10 @@ assert (decodes["gpu-example"]["is_ahead"]).sum() == 253
 # %% [markdown]
 # ## The batch-1 surprise
 #
-# The article's step 149 took 73.78 ms among neighbours of about 2.7 ms: the batch had just shrunk
-# from two to one. In this run the batch shrinks in step 177. But that request 0 would end then,
-# nobody could foresee: the step had been launched ahead, on the graph of two rows. The first step
-# on the graph of one row is the next. Is there a surprise?
+# The article's step 149 took 73.78 ms, while other steps took about 2.7 ms: the batch had just
+# shrunk from two to one. In this run the batch shrinks in step 177. The engine could not foresee
+# that request 0 would end, so the step had been launched already, on the graph of two rows. The
+# first step on the graph of one row is the next. Is it slow?
 
 # %%
 alone = decodes["gpu-example"].query("graph_batch_size == 1")
@@ -129,12 +130,11 @@ comparison = pd.DataFrame(
 (comparison.astype("float64") / 1e3).round(1).rename_axis("in microseconds")
 
 # %% [markdown]
-# There is, a small one, and it has two addresses: `prepare` and `forward`. Two things are new in
-# that step. It was *not launched ahead*, since another graph is needed: the host must copy the
-# batch into that graph's inputs, and launch. And it is the *first* replay of that graph. Which of
-# the two is it?
-# `gpu-preemption` can tell them apart: there, requests wait in most steps, and whoever waits might
-# be admitted next, so that nothing can be foreseen.
+# It is a little slower, in two parts: `prepare` and `forward`. Two things are new in that step. It
+# was *not run ahead*, because another graph is needed: the host must copy the batch into that
+# graph's inputs, and launch. And it is the *first* replay of that graph. Which of the two is the
+# reason? `gpu-preemption` can tell: there, requests wait in most steps, and a waiting request might
+# be admitted next, so the next step cannot be foreseen.
 
 # %%
 crowded = decodes_of(preemption)
@@ -154,10 +154,10 @@ table.insert(0, "num_steps", kinds.size())
 table
 
 # %% [markdown]
-# Read the rows of the graph with one row. Launched ahead: both are short. Not ahead, but replayed
-# before: the copies and the launch take some 140 microseconds more. And the first replay costs the
-# host still more, and twice the *GPU's* usual time. It is so with two rows, too. So it is both, and
-# neither is much:
+# Read the rows of the graph with one row. Run ahead: both are short. Not run ahead, but replayed
+# before: the copies and the launch take about 140 microseconds more. And the first replay costs the
+# host still more, and twice the *GPU's* usual time. It is the same with two rows. So both are
+# reasons, and both are small:
 
 # %%
 for rows, steps in crowded.groupby("graph_batch_size"):
@@ -177,10 +177,10 @@ assert 1 < extra_ms.min() <= extra_ms.max() < 2
 
 # %% [markdown]
 # In `gpu-benchmark` the slow decodes are exactly the first ones of their graphs, steps 10, 150 and
-# 187, and each takes a good millisecond more. The article's 71 ms must have been something
-# else, that a first replay there had still to do, such as loading kernels; a log with one time a
-# step cannot say. Here each graph is *run* once before it is recorded, and that is paid at the
-# start:
+# 187, and each takes a little more than a millisecond longer. The article's 71 ms must have been
+# something else that a first replay there had to do, such as loading kernels; a log with one time
+# per step cannot tell. Here each graph is *run* once before it is recorded, and that time is spent
+# at the start:
 
 # %%
 capture = benchmark.table("CUDAGRAPH_CAPTURE").iloc[0]
@@ -192,7 +192,7 @@ print(f"{len(sizes)} graphs in {seconds:.1f} s: {sizes[:7]} ... {sizes[-1]}")
 # ## Padding
 #
 # A graph has a fixed number of rows: 1, 2, 4, 8, then every 16. A batch takes the smallest that
-# holds it, and the rows that are left over are computed for nobody.
+# holds it, and the remaining rows are padding: computed and discarded.
 
 # %%
 padding = graph_padding(benchmark.steps)
@@ -203,14 +203,14 @@ share = padding["num_padding_rows"].sum() / padding["num_rows"].sum()
 print(f"{share:.1%} of all rows are padding")
 
 # %% [markdown]
-# Little, since 16 rows are little beside 240. And 16 is the height of a tensor core's tile: fewer
-# rows would hardly be any faster.
+# Little, because 16 rows are few compared with 240. And 16 is the height of a tensor core's tile:
+# fewer rows would hardly be faster.
 #
 # ## What runs eagerly
 #
 # Prefills. Each has another shape, so there is no graph for them, and their kernels are launched
-# one by one. That is no loss: there are thousands of tokens in each kernel, so the GPU is busy for
-# longer than a launch takes. Each dot is a step:
+# one by one. That costs nothing: there are thousands of tokens in each kernel, so the GPU is busy
+# for longer than a launch takes. Each dot is a step:
 
 # %%
 eager = benchmark.steps[benchmark.steps["eager_reason"].notna()]
@@ -225,8 +225,8 @@ _ = plots.step_time_scatter(benchmark.steps, ax, y="gpu_ns")
 # ## The floor
 #
 # A decode step must read all weights once, and the keys and values of every context. Divided by the
-# memory's bandwidth (4.8 TB/s, says the H200's data sheet) that is a time which no software gets
-# below.
+# memory bandwidth (4.8 TB/s in the H200's data sheet), this is the shortest possible time, the
+# floor.
 
 # %%
 floor = byte_floor(benchmark.header, bytes_per_second=4.8e12)
@@ -237,8 +237,8 @@ classes = step_time_by_class(benchmark.steps, floor).query("phase == 'decode'")
 classes[["largest_batch", "num_steps", "median_gpu_ns", "floor_ns", "times_floor"]]
 
 # %% [markdown]
-# 1.4 times the floor. Where is the rest? While the batch is 256, step for step only one thing
-# grows: the contexts. So draw the GPU's time against them, and fit a line.
+# 1.4 times the floor. Where is the rest? While the batch is 256, only one thing grows from step to
+# step: the contexts. So plot the GPU's time against them, and fit a line.
 
 # %%
 full = decodes["gpu-benchmark"].query("num_seqs == 256 and is_ahead")
@@ -269,11 +269,11 @@ kv_share = 1 - floor.step_ms(0) / floor.step_ms(round(np.median(contexts)))
 print(f"keys and values are {kv_share:.0%} of the bytes of such a step")
 
 # %% [markdown]
-# The line runs nearly parallel to the floor: attention reads keys and values about as fast as the
-# memory can give them. (Do not believe the slope to the last digit: the contexts grow by less than
-# a fifth here, and the line is drawn far beyond its dots.) So what is above the floor hardly
-# depends on the contexts: with 256 rows the matrix products have real work to do, which is not in
-# the bytes, and there are the norms, the head and the draw.
+# The line is nearly parallel to the floor: attention reads keys and values about as fast as the
+# memory allows. (The slope is not exact: the contexts grow by less than a fifth here, and the line
+# is drawn far beyond its dots.) So the time above the floor hardly depends on the contexts: with
+# 256 rows the matrix products have real work to do, which is not in the bytes, and there are the
+# norms, the head and sampling.
 #
 # And the tiny model?
 
@@ -285,8 +285,8 @@ print(f"floor {floor_ns / 1e3:.1f} us, GPU {gpu_ns / 1e3:.0f} us: {gpu_ns / floo
 assert gpu_ns > 40 * floor_ns
 
 # %% [markdown]
-# Its weights could be read in two microseconds. It is not the memory that takes the time, but a
-# long chain of kernels, each too small to fill the device, each waiting for the one before.
+# Its weights could be read in two microseconds. The time is not spent on memory, but in a long
+# chain of kernels, each too small to fill the device, each waiting for the one before.
 #
 # ## Your turn
 #
@@ -313,8 +313,8 @@ check(
 # %% [markdown]
 # ### Exercise 2
 #
-# Write the floor yourself, from what the trace says: `num_bytes` of MODEL_WEIGHTS_LOADED, and
-# `block_bytes` and `block_size` of KV_BUDGET_ESTIMATE (a page's bytes, and its tokens).
+# Write the floor yourself, from fields of the trace: `num_bytes` of MODEL_WEIGHTS_LOADED, and
+# `block_bytes` and `block_size` of KV_BUDGET_ESTIMATE (a block's bytes, and its tokens).
 
 # %%
 weight_bytes = int(benchmark.table("MODEL_WEIGHTS_LOADED")["num_bytes"].iloc[0])
@@ -341,8 +341,8 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# `gpu-two-gpus` is the article's run on two GPUs, where no step is launched ahead. For which share
-# of the period (between 0 and 1) is rank 0's GPU idle? Take medians of all its decodes.
+# `gpu-two-gpus` is the article's run on two GPUs, where the engine does not run ahead. For which
+# share of the period (between 0 and 1) is rank 0's GPU idle? Take medians of all its decodes.
 
 # %%
 pair = decodes_of(nvtrace.load(TRACES / "gpu-two-gpus.jsonl.zst", rank=0))
@@ -360,10 +360,10 @@ check(
 # %% [markdown]
 # ## Answer
 #
-# It depends on what is large. With 256 requests on a model of real size the GPU is at work all the
-# time, and most of its time goes into reading keys and values, nearly as fast as its memory can;
-# the host's work is hidden behind it, since the next step is launched before this one has been
-# read. With two requests on a tiny model the memory is no matter, the GPU runs through a chain of
-# small kernels, and more than half of the time it waits for the host. A graph makes hundreds of
-# launches one; the first step of a graph costs a few hundred microseconds more, or a millisecond
-# with a large batch, and that is all that is left of the surprise of step 149.
+# It depends on the size of model and batch. With 256 requests on a model of real size the GPU is
+# busy all the time, and most of its time goes into reading keys and values, nearly as fast as its
+# memory allows; the host's work is hidden, because the next step is launched before this one's
+# tokens are known. With two requests on a tiny model the memory does not matter, the GPU runs a
+# chain of small kernels, and more than half of the time it waits for the host. A graph turns
+# hundreds of launches into one; the first step of a graph costs a few hundred microseconds more, or
+# a millisecond with a large batch. The surprise of step 149 does not happen here.

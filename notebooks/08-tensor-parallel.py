@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 8. Tensor parallel
 #
-# **Question:** Two processes share one model. What does each of them hold, what do they have to
-# tell each other, and what does it cost?
+# **Question:** One model is split between two processes. What does each of them hold, what do they
+# have to communicate, and what does it cost?
 #
-# It reads the article's two requests, four times: on a CPU by one process (`example`) and by two
-# (`two-ranks`), on an H200 (`gpu-example`) and on two (`gpu-two-gpus`). Each *rank*, as such a
-# process is called, has written a trace of its own. Before it: [tensor
+# It reads the article's two requests, four times: on a CPU with one process (`example`) and with
+# two (`two-ranks`), on an H200 (`gpu-example`) and on two (`gpu-two-gpus`). Each process is a
+# *rank*, and has written a trace of its own. Before it: [tensor
 # parallelism](../docs/en/concepts/tensor-parallel.md).
 
 # %%
@@ -29,19 +29,19 @@ gpu_pair = nvtrace.load(TRACES / "gpu-two-gpus.jsonl.zst")
 pair
 
 # %% [markdown]
-# ## Who says what
+# ## What each rank records
 #
-# `nvtrace.load` has found rank 1's file beside rank 0's. Let us count who says what.
+# `nvtrace.load` has found rank 1's file beside rank 0's. Let us count the events of each.
 
 # %%
 counts = pd.crosstab(pair.events["event"], pair.events["rank"])
 counts
 
 # %% [markdown]
-# Rank 1 tells how it was started, and then, for each step, what it was given and how it ran. It
-# schedules nothing, keeps no queue, draws no token, and never ends a step: it does not know what a
-# request is. All decisions are rank 0's, and what reaches rank 1 are the few rows of numbers of
-# notebook 6. They are the same, all of them:
+# Rank 1 records how it was started, and then, for each step, its inputs and how it ran. It
+# schedules nothing, has no queue, samples no token, and ends no step: it does not know what a
+# request is. Rank 0 makes all decisions, and sends rank 1 the few rows of numbers of notebook 6.
+# All of them are the same:
 
 # %%
 for kind in ("PREPARE_PREFILL_TENSORS", "PREPARE_DECODE_TENSORS"):
@@ -52,9 +52,8 @@ for kind in ("PREPARE_PREFILL_TENSORS", "PREPARE_DECODE_TENSORS"):
 assert set(counts.index[counts[1] == 0]) >= {"SCHEDULE_DECODE", "SAMPLE_TOKENS", "STEP_END"}
 
 # %% [markdown]
-# And the answers are those of a single process, token for token. Is that obvious? Adding up in
-# another order may change the last bit of a float, and a last bit may change a token. It did not
-# here.
+# And the answers are those of a single process, token for token. That is not guaranteed: adding in
+# another order may change the last bit of a float, and that may change a token. It did not here.
 
 # %%
 for one, two in ((alone, pair), (gpu_alone, gpu_pair)):
@@ -65,8 +64,8 @@ for one, two in ((alone, pair), (gpu_alone, gpu_pair)):
 # ## What is split
 #
 # Nearly everything. A rank has some of the attention heads, some of the MLP's columns, and some of
-# the vocabulary. Only the norms are whole on each: they are tiny, and everybody needs them. Here is
-# the model by hand, from the shape in the trace's header.
+# the vocabulary. Only the norms are complete on each: they are tiny, and each rank needs them. Here
+# is the model by hand, from the shape in the trace's header.
 
 # %%
 shape = pair.header.model
@@ -98,8 +97,8 @@ assert whole * 2 == pair.table("MODEL_WEIGHTS_LOADED")["num_bytes"][0]  # bfloat
 
 # %% [markdown]
 # The count is exact: twice as many bytes are in the file. (Both ranks report the whole file: each
-# has looked through all of it, and kept its part.) That a rank really holds a half shows on a GPU,
-# where the memory is counted: `current_bytes` is what is in use when all is loaded.
+# has read all of it, and kept its part.) On a GPU, where the memory is measured, one can see that a
+# rank really holds a half: `current_bytes` is the memory in use when all is loaded.
 
 # %%
 memory = pd.concat(
@@ -109,10 +108,10 @@ memory = pd.concat(
 memory[["gpus", "rank", "current_bytes", "num_kv_heads", "block_bytes", "num_blocks"]]
 
 # %% [markdown]
-# The pages, too: a page keeps the keys and values of 256 tokens, but on each rank only those of
-# *its* heads. So a page takes half of the bytes, the pool has about twice the pages, and page 7
-# holds the same tokens on both. That is why one block table will do for all ranks, and the
-# scheduler need not know that there are any. The pool's size must be the same, so the rank with
+# The blocks, too: a block keeps the keys and values of 256 tokens, but on each rank only those of
+# *its* heads. So a block takes half of the bytes, the pool has about twice the blocks, and block 7
+# holds the same tokens on both. That is why one block table is enough for all ranks, and the
+# scheduler needs to know nothing about ranks. The pool's size must be the same, so the rank with
 # less memory decides.
 
 # %%
@@ -120,15 +119,15 @@ assert memory["block_bytes"].tolist() == [786432, 393216, 393216]
 assert memory["num_blocks"].iloc[1] == memory["num_blocks"].iloc[2]
 by_rank = gpu_pair.table("KV_BUDGET_ESTIMATE")
 pages_that_fit = by_rank["available_bytes"] // by_rank["block_bytes"]
-print("pages that would fit on each rank:", pages_that_fit.tolist())
+print("blocks that would fit on each rank:", pages_that_fit.tolist())
 assert by_rank["num_blocks"].iloc[0] == pages_that_fit.min()
 
 # %% [markdown]
-# ## What must be told
+# ## What must be communicated
 #
-# Take an MLP. Cut `gate` and `up` by rows: each rank computes some of the columns in between,
-# alone. Cut `down` by columns: each rank multiplies what it has, and gets a matrix of the full
-# size, a *summand* of the result. One sum over the ranks, and both have all of it.
+# Take an MLP. Split `gate` and `up` by rows: each rank computes some of the columns in between,
+# alone. Split `down` by columns: each rank multiplies what it has, and gets a matrix of the full
+# size, a *partial sum* of the result. One sum over the ranks, and both have the result.
 
 
 # %%
@@ -153,10 +152,10 @@ assert not np.allclose(summands[0], summands[1])
 print("two summands of shape", summands[0].shape, "add up to the whole")
 
 # %% [markdown]
-# Attention goes the same way: `q`, `k` and `v` by heads, heads do not look at each other, `o_proj`
-# by columns. So a layer needs two sums (`all_reduce`). The embedding needs one more (the rank that
-# has a token's row gives it, the others give zeros), and at the end rank 0 gathers the logits, for
-# it draws. For a decode of two requests that is, in float32:
+# Attention is split the same way: `q`, `k` and `v` by heads, which are independent, `o_proj` by
+# columns. So a layer needs two sums (`all_reduce`). The embedding needs one more (the rank that has
+# a token's row gives it, the others give zeros), and at the end rank 0 gathers the logits, because
+# it samples. For a decode of two requests that is, in float32:
 
 # %%
 num_sums = 2 * num_layers + 1
@@ -167,9 +166,9 @@ print(f"and {2 * vocab // 2 * 4:,} bytes of logits from rank 1")
 # %% [markdown]
 # ## Side by side
 #
-# A few kilobytes are nothing for any wire. What costs is that each sum is a *meeting*: nobody goes
-# on before all have come. Both headers say what time it was when the trace began, so the two can be
-# laid on one axis. Three decode steps on the CPU:
+# A few kilobytes are sent quickly. The cost is that each sum is a *synchronization*: no rank goes
+# on before all have arrived. Both headers have the time at which the trace began, so the two can be
+# drawn on one axis. Three decode steps on the CPU:
 
 # %%
 anchors = {rank: header.clock["anchor_unix_ns"] for rank, header in pair.headers.items()}
@@ -211,8 +210,8 @@ print(f"rank 1 is told {lag_us.median():.0f} us after rank 0 has laid the step o
 assert (lag_us > 0).all()
 
 # %% [markdown]
-# Rank 1 begins as soon as it has been told, and both compute until the last sum. Then rank 0 draws,
-# ends the step, decides the next one, and rank 1 has nothing to do.
+# Rank 1 begins as soon as it gets the step, and both compute until the last sum. Then rank 0
+# samples, ends the step and schedules the next one, and rank 1 has nothing to do.
 #
 # ## What it costs, and when it pays
 
@@ -235,9 +234,9 @@ tiny = byte_floor(gpu_alone.header, bytes_per_second=4.8e12)
 print(f"reading all weights once would take {tiny.step_ms(0) * 1e3:.1f} us")
 
 # %% [markdown]
-# Slower, both times! (On the CPU, the two processes share two cores.) This model could be read in
-# two microseconds; to halve that is worth nothing, and the meetings are not free. If all the extra
-# time on the GPUs were theirs:
+# Slower, both times. (On the CPU, the two processes share two cores.) The weights of this model
+# could be read in two microseconds; halving that gains nothing, and the synchronizations take time.
+# If all the extra time on the GPUs were spent on them:
 
 # %%
 num_meetings = num_sums + 1  # and the logits
@@ -260,23 +259,22 @@ print(f"{saved_us:,.0f} us of reading less, {spent_us:,.0f} us of meetings more"
 assert 1 < saved_us / spent_us < 2
 
 # %% [markdown]
-# Not much is gained, by this estimate: a model that small is not worth two such GPUs, and is not
-# meant to be. The weights of a layer grow with the square of the model's width, the number of
-# meetings does not grow at all. So a wider model gains; one that does not fit into one GPU has no
-# choice.
+# By this estimate the gain is small: a model this small does not need two such GPUs. The weights of
+# a layer grow with the square of the model's width, but the number of synchronizations does not
+# grow at all. So a wider model gains; one that does not fit into one GPU must be split.
 #
 # ## Your turn
 #
 # ### Exercise 1
 #
-# How many bytes of a page does each rank keep? Write it for any number of ranks that can share this
-# model (1, 2, 4, 8), in float32, as on the CPU. There are 4 KV heads. Where there are fewer of them
-# than ranks, each is kept more than once.
+# How many bytes of a block does each rank keep? Write it for any number of ranks that this model
+# can be split between (1, 2, 4, 8), in float32, as on the CPU. There are 4 KV heads. If there are
+# fewer of them than ranks, each is kept more than once.
 
 
 # %% tags=["exercise"]
 def page_bytes(num_ranks: int) -> int:
-    """The bytes of a page of 256 tokens on each rank."""
+    """The bytes of a block of 256 tokens on each rank."""
     raise NotImplementedError  # your code
 
 
@@ -311,8 +309,8 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# Write a rank's part of a product that is cut by its input, as `o_proj` and `down_proj` are. All
-# ranks' parts must add up to `x @ weight.T`, and each may touch only its own columns of the weight.
+# Write a rank's part of a product that is split by its input, as `o_proj` and `down_proj` are. All
+# ranks' parts must add up to `x @ weight.T`, and each may use only its own columns of the weight.
 
 
 # %% tags=["exercise"]
@@ -343,9 +341,9 @@ check(row_parallel, adds_up, hint="the same slice of x's columns and of the weig
 # %% [markdown]
 # ## Answer
 #
-# Each rank holds its share of the heads, of the MLP, of the vocabulary, and the keys and values of
-# its own heads; the norms it has whole. It is told the layout of each step, and nothing of
-# requests, for one scheduler decides for all. What the ranks tell each other is two sums a layer,
-# one for the embedding, and the logits at the end: few bytes, but a meeting each time. Two
-# processes read half as much each and meet often. So it is worth while where reading takes long,
-# and where one device is too small; for a tiny model two are slower than one.
+# Each rank holds its share of the heads, of the MLP and of the vocabulary, the keys and values of
+# its own heads, and all norms. It gets the layout of each step, and nothing about requests, because
+# one scheduler decides for all. The ranks communicate two sums per layer, one for the embedding,
+# and the logits at the end: few bytes, but a synchronization each time. Each of two processes reads
+# half as much, and they synchronize often. So it is worth it if reading takes long, or if one
+# device is too small; for a tiny model two are slower than one.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 9. Your own policy
 #
-# **Question:** You write a rule of your own for who computes in the next step, in twenty lines:
-# what is it worth, and does it break anything?
+# **Question:** You write your own rule for which requests compute in the next step, in twenty
+# lines: how good is it, and does it break anything?
 #
-# Neither a model nor a GPU is needed to find out. It reads `gpu-benchmark`, the first 200 steps of
-# 256 requests on an H200, and runs it again: the same requests and tokens through the engine's own
+# You need neither a model nor a GPU to find out. It reads `gpu-benchmark`, the first 200 steps of
+# 256 requests on an H200, and reruns it: the same requests and tokens with the engine's own
 # scheduler, under other rules. Before it: [add a policy](../docs/en/change/add-a-policy.md).
 
 # %%
@@ -35,10 +35,10 @@ trace = nvtrace.load(TRACES / "gpu-benchmark.jsonl.zst")
 recording = read_recording(nvtrace.read_trace(TRACES / "gpu-benchmark.jsonl.zst"))
 
 # %% [markdown]
-# ## What is wrong with the rule we have
+# ## What is wrong with the default rule
 #
-# All 256 requests come at once. The default rule, `prefill_first`, is the article's: as long as
-# there are prompts to compute, compute prompts. They fill nine steps. Whoever was in the first one
+# All 256 requests arrive at once. The default rule, `prefill_first`, is the article's: as long as
+# there are prompts to compute, compute prompts. They fill nine steps. A request in the first one
 # has its first token, and then waits for eight steps in which others get theirs.
 
 # %%
@@ -50,15 +50,15 @@ print(f"between two tokens: median {itl_ms.median():.1f} ms, longest {itl_ms.max
 assert len(prefills) == prefills["step"].max() == 9
 
 # %% [markdown]
-# A reader sees a first word, and then nothing for a third of a second. Could those who run not have
-# a turn in between?
+# A user sees a first word, and then nothing for a third of a second. Could the running requests not
+# decode in between?
 #
 # ## The rule
 #
 # A policy is a function of the scheduler and an empty batch. Its parts (`continue_prefill`,
-# `admit`, `decode`) keep all budgets, pages and queues in order; a policy only says which of them,
-# and when. Ours asks one question: has the youngest of those who run had a turn since its prompt?
-# If it has one token only, it has not.
+# `admit`, `decode`) keep all budgets, blocks and queues consistent; a policy only calls them in
+# some order. Ours checks one thing: has the youngest running request decoded since its prompt? If
+# it has only one token, it has not.
 
 
 # %%
@@ -78,9 +78,9 @@ def taking_turns(scheduler: Scheduler, batch: Batch) -> None:
 # %% [markdown]
 # ## A way to try it
 #
-# `nvtrace.whatif` runs the recording again: requests come before the same steps, the scheduler is
-# the real one, and where the model would draw a token, the recorded one is taken. It writes a trace
-# like any other, so all our tools work on it.
+# `nvtrace.whatif` reruns the recording: requests arrive before the same steps, the scheduler is the
+# real one, and instead of sampling it takes the recorded tokens. It writes a trace like any other,
+# so all tools work on it.
 
 
 # %%
@@ -106,8 +106,8 @@ def try_out(policy: Policy, recording: Recording, changes: dict[str, str] | None
 
 
 # %% [markdown]
-# First the control: under the recorded rule, the re-run must decide as the engine did. It does,
-# step for step, down to the pages.
+# First a check: under the recorded rule, the rerun must decide as the engine did. It does, step for
+# step, down to the blocks.
 
 # %%
 as_it_was = try_out(prefill_first, recording)
@@ -117,7 +117,7 @@ print(len(as_it_was.steps), "steps, the same decisions;", len(as_it_was.findings
 # %% [markdown]
 # ## Does it help?
 #
-# Now ours, and `mixed`, which the house has as well: everybody who runs decodes in every step, and
+# Now ours, and `mixed`, which the engine has too: all running requests decode in every step, and
 # prompts get the rest of the budget.
 
 # %%
@@ -153,16 +153,16 @@ for ax in axes[:-1]:
     ax.set(xlabel="")
 
 # %% [markdown]
-# The picture shows the three characters. `prefill_first` leaves all who run standing (the blue
-# steps), then has the largest batch as early as can be. `taking_turns` alternates until nobody
-# waits: no gap is longer than two steps, and the last request gets its first token in step 17
-# instead of step 9. `mixed` needs no turns, since a decode rides along with every step of prompts.
+# The picture shows the three policies. `prefill_first` lets all running requests wait (the blue
+# steps), then has the largest batch as early as possible. `taking_turns` alternates until no
+# request waits: no gap is longer than two steps, and the last request gets its first token in step
+# 17 instead of step 9. `mixed` needs no turns, because every step of prompts also has the decodes.
 #
 # ## How long is a step?
 #
-# A gap of two steps, but how many milliseconds? What-if learns the time of a step from those that
-# were recorded, and refuses where a step is unlike all of them: that is what `untimed steps`
-# counts. Here a decode of 31 requests is, for the smallest that was recorded has 220.
+# A gap of two steps, but how many milliseconds? What-if fits step times to the recorded steps, and
+# gives no time for a step that is unlike all of them: `untimed steps` counts these. Here a decode
+# of 31 requests is one, because the smallest recorded decode has 220.
 
 # %%
 for beyond in results["taking_turns"].outcome.beyond:
@@ -172,8 +172,8 @@ assert results["taking_turns"].outcome.beyond[0].value == 31
 assert results["taking_turns"].outcome.beyond[0].low == 220
 
 # %% [markdown]
-# So no guess from there. But a *bound* is easy: a gap is one step of prompts and one decode, and a
-# decode of fewer requests does not take longer than a large one. And the price is bounded as well:
+# So there is no estimate. But a *bound* is easy: a gap is one step of prompts and one decode, and a
+# decode of fewer requests does not take longer than a large one. The price is bounded as well:
 # eight more decodes before the last first token.
 
 # %%
@@ -186,11 +186,11 @@ print(f"longest gap: {itl_ms.max():.0f} ms before, about {gap_ms:.0f} ms at most
 print(f"last first token: {last_ms:.0f} ms before, about {later_ms:.0f} ms later at most now")
 
 # %% [markdown]
-# That is a choice, not a victory: nobody stalls, and the last ones start a little later.
+# That is a trade-off: no request waits long between tokens, and the last ones start a little later.
 #
 # ## Does it break anything?
 #
-# `nvtrace check` holds a trace against the invariants of the engine. It has found something.
+# `nvtrace check` checks a trace against the invariants of the engine. It has findings.
 
 # %%
 catalog = load_catalog("en")
@@ -204,16 +204,16 @@ waiting = turns.steps.query("phase == 'decode' and num_waiting > 0")["step"].tol
 assert found_in == waiting
 
 # %% [markdown]
-# Exactly the eight decodes in which we let prompts wait. All else holds: budgets, pages, queues,
-# order, ends. The finding is no accident but the very point of our rule, and yet the checker is
-# right to complain: an engine that lets somebody wait must say why. In the house, a policy does
-# that with `scheduler.hold(reason)`, and the reason has its words in both catalogs. That is what
-# turns an experiment into a policy: [the page](../docs/en/change/add-a-policy.md) has the list.
+# Exactly the eight decodes in which we let prompts wait. All other invariants hold: budgets,
+# blocks, queues, order, ends. The findings are the purpose of our rule, but the checker is right:
+# an engine that lets a request wait must record why. The engine's policies do that with
+# `scheduler.hold(reason)`, and the reason has its words in both catalogs. This turns an experiment
+# into a policy: [the page](../docs/en/change/add-a-policy.md) has the list.
 #
-# ## One that does break something
+# ## A rule that does break something
 #
-# A tempting rule: the shortest prompt first. More requests fit into the first step, so on average
-# everybody is served sooner.
+# Another rule: the shortest prompt first. More requests fit into the first step, so on average
+# requests get their first token sooner.
 
 
 # %%
@@ -237,16 +237,15 @@ assert "head_first" in {finding.invariant for finding in shortest.findings}
 assert shortest.tokens.query("index == 0")["step"].mean() < 4.5
 
 # %% [markdown]
-# It is sooner, on average. And this finding is of another kind: as long as short prompts keep
-# coming, a long one may wait for ever. In this recording nobody came later, so nobody starved; a
-# measurement alone would not have told us.
+# It is sooner, on average. But this finding is of another kind: as long as short prompts keep
+# arriving, a long one may wait forever. In this recording no request arrived later, so none
+# starved; a measurement alone would not have shown it.
 #
 # ## Your turn
 #
 # ### Exercise 1
 #
-# Write a policy like `taking_turns` that gives those who run *three* decodes between two steps of
-# prompts.
+# Write a policy like `taking_turns` that runs *three* decodes between two steps of prompts.
 
 
 # %% tags=["exercise"]
@@ -275,9 +274,9 @@ check(patient, takes_three, hint="after three decodes the youngest has four toke
 # %% [markdown]
 # ### Exercise 2
 #
-# Write static batching, the old way: nobody joins until everybody has ended. It must decide as the
-# house's `static` does, tried on `late-join`, where requests come one after the other. (The house's
-# also says why others wait. Yours need not.)
+# Write static batching: no request joins until all have ended. It must decide as the engine's
+# `static` does, checked on `late-join`, where requests arrive one after the other. (The engine's
+# also records why others wait. Yours need not.)
 
 # %%
 late_join = read_recording(nvtrace.read_trace(TRACES / "late-join.jsonl.zst"))
@@ -301,10 +300,9 @@ check(
 # %% [markdown]
 # ### Exercise 3
 #
-# A policy is not the only screw. `try_out` takes other settings: how many prefills does the
-# benchmark need under `prefill_first` if a step computes at most 8,192 tokens, half as many as
-# recorded? Try `try_out(prefill_first, recording, {"max_num_batched_tokens": "8192"})`. Guess
-# first!
+# A policy is not the only setting. `try_out` takes others: how many prefills does the benchmark
+# need under `prefill_first` if a step computes at most 8,192 tokens, half as many as recorded? Try
+# `try_out(prefill_first, recording, {"max_num_batched_tokens": "8192"})`, after you have guessed.
 
 # %% tags=["exercise"]
 num_prefills: int | None = None  # your number
@@ -323,9 +321,9 @@ check(
 # %% [markdown]
 # ## Answer
 #
-# A policy says in which order the three parts of a step come, and that is twenty lines. What-if
-# tells what it would have decided on a day that was recorded: `taking_turns` cuts the longest gap
-# between two tokens from nine steps to two, and the last first token comes eight steps later. Where
-# a step is unlike all that were recorded, it says that nobody knows the time, and a bound must do.
-# And the checker tells two kinds of trouble apart: a rule that has only not said its reason, and
-# one that lets a request wait for ever.
+# A policy decides in which order the three parts of a step come, in twenty lines. What-if shows
+# what it would have decided in a recorded run: `taking_turns` cuts the longest gap between two
+# tokens from nine steps to two, and the last first token comes eight steps later. For a step that
+# is unlike all recorded steps the time is unknown, and a bound must be enough. And the checker
+# distinguishes two problems: a rule that only does not record its reason, and one that lets a
+# request wait forever.

@@ -268,7 +268,7 @@ def test_two_ranks_share_what_a_step_reads(folder: Path) -> None:
 
 def test_a_header_without_a_shape_has_no_floor(folder: Path) -> None:
     header = nvtrace.load(folder / "article.jsonl").header
-    with pytest.raises(ValueError, match="does not tell the model's 'hidden_size'"):
+    with pytest.raises(ValueError, match="does not have the model's 'hidden_size'"):
         byte_floor(replaced(header, model={}), 1e12)
 
 
@@ -347,7 +347,7 @@ def test_the_sum_that_ends_in_the_pages_of_a_gpu() -> None:
         ("a step's tensors", "less", 50),
         ("CUDA graphs", "less", 30),
         ("available", "left", 620),
-        ("KV pages", "less", 600),
+        ("KV blocks", "less", 600),
         ("unused", "left", 20),
     ]
 
@@ -361,9 +361,9 @@ def test_the_sum_of_a_cpu_ends_at_its_limit(folder: Path) -> None:
     assert by_term["beyond the limit"] == whole - 6 * GIB - 2 * GIB
     assert by_term["other ranks"] == 0
     assert by_term["available"] == 2 * GIB
-    less = terms[terms["kind"] == "less"]["num_bytes"].sum() - by_term["KV pages"]
+    less = terms[terms["kind"] == "less"]["num_bytes"].sum() - by_term["KV blocks"]
     assert by_term["total"] - less == by_term["available"]
-    assert by_term["available"] - by_term["KV pages"] == by_term["unused"]
+    assert by_term["available"] - by_term["KV blocks"] == by_term["unused"]
 
 
 def test_a_trace_without_a_budget_has_no_sum() -> None:

@@ -140,7 +140,9 @@ def test_a_number_that_its_column_cannot_hold_is_an_error_that_names_it(
 
 
 def test_an_unknown_kind_of_event_is_an_error_that_names_the_known_ones(folder: Path) -> None:
-    with pytest.raises(KeyError, match="'STEP_STOP' is no kind of event: they are ENGINE_INIT, "):
+    with pytest.raises(
+        KeyError, match="'STEP_STOP' is not a kind of event: these are ENGINE_INIT, "
+    ):
         nvtrace.load(folder / "article.jsonl").table("STEP_STOP")
 
 
@@ -309,7 +311,7 @@ def test_events_of_a_newer_version_are_counted_and_left_out(tmp_path: Path) -> N
 def test_a_broken_trace_is_an_error_as_everywhere(tmp_path: Path) -> None:
     with pytest.raises(UnreadableTraceError, match="no such file"):
         nvtrace.load(tmp_path / "none.jsonl")
-    with pytest.raises(UnreadableTraceError, match="line 2 is no record"):
+    with pytest.raises(UnreadableTraceError, match="line 2 is not a record"):
         nvtrace.load(write(tmp_path / "broken.jsonl", HEADER, b"oops\n"))
 
 

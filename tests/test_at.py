@@ -236,7 +236,7 @@ def test_what_the_trace_says_is_shown_and_what_follows_beside_it(
             if told.code:  # a schedule of tokens that there are not
                 assert claim.event.startswith("SCHEDULE"), claim
                 continue
-            assert f"{claim.event} says {claim.field}" in " ".join(told.out.split()), claim
+            assert f"{claim.event} has {claim.field}" in " ".join(told.out.split()), claim
             found = json.loads(call(capsys, "at", trace, str(step), "--json").out)
             differs = [(one["event"], one["field"]) for one in found["differs"]]
             assert (claim.event, claim.field) in differs
@@ -251,7 +251,7 @@ def test_slots_are_shown_as_the_trace_says_them(capsys: pytest.CaptureFixture[st
     for moment in POINTS:
         step = ("6", "--moment", moment)
         shown = call(capsys, "at", trace, *step).out
-        assert "4 + 3 = 11; said: 12" in shown
+        assert "4 + 3 = 11; recorded: 12" in shown
         assert json.loads(call(capsys, "at", trace, *step, "--json").out)["inputs"][
             "slot_mapping"
         ] == [12, 14, 20]
@@ -377,9 +377,9 @@ def test_names_of_events_are_asked_of_one_and_the_same_event() -> None:
         ("free_blocks", 12, "expected =="),
         ("free_blocks <", 14, "expected a number or a word"),
         ("free_bloks < 10", 1, "did you mean free_blocks?"),
-        ("free_blocks < ten", 15, "free_blocks is a number, and ten is none"),
+        ("free_blocks < ten", 15, "free_blocks is a number, and ten is not"),
         ("event == PREEMT", 10, "did you mean PREEMPT?"),
-        ("event == 7", 10, "no event is called 7"),
+        ("event == 7", 10, "there is no event 7"),
         ("waiting == 3", 12, "ask 3 in waiting"),
         ("free_blocks < 10 waiting_len > 1", 18, "expected and, or, or the end"),
         ("(free_blocks < 10", 18, "expected )"),
@@ -683,7 +683,7 @@ def test_shared_pages_show_how_many_share_them(
     shared = [page["ref_count"] for page in pages if page["ref_count"] > 1]
     assert shared
     picture = call(capsys, "at", trace, "--until", "shared_blocks > 0").out
-    row = picture.partition("KV pages")[2].splitlines()[1]
+    row = picture.partition("KV blocks")[2].splitlines()[1]
     assert row.count("2") == len(shared)
 
 
@@ -691,10 +691,10 @@ def test_shared_pages_show_how_many_share_them(
     ("arguments", "code", "said"),
     [
         (["99999"], 2, "has no step 99999: it has steps 1 to 38"),
-        (["--backwards"], 2, "give --until"),
+        (["--backwards"], 2, "needs --until"),
         (["1", "--json", "--plain"], 2, "give one"),
         (["--until", "free_blocks <"], 2, "column 14"),
-        (["--until", "free_blocks < 0"], 1, "holds nowhere in crowded.jsonl"),
+        (["--until", "free_blocks < 0"], 1, "is true nowhere in crowded.jsonl"),
         (["9", "--until", "free_blocks < 0"], 1, "from step 9"),
         (["9", "--until", "event == ENGINE_RESET", "--backwards"], 1, "up to step 9"),
     ],
@@ -754,5 +754,5 @@ def test_a_step_that_broke_off_before_its_schedule_has_its_end_only(tmp_path: Pa
         if moment.point == "end" and moment.schedule is None
     )
     assert Film(path).at(broken, "end").schedule is None
-    with pytest.raises(NoSuchStepError, match="broke off before its schedule"):
+    with pytest.raises(NoSuchStepError, match="has no schedule: it failed"):
         Film(path).at(broken, "schedule")

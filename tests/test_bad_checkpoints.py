@@ -236,7 +236,7 @@ def annex(name: str) -> Spoil:
 
 # -- each is refused -------------------------------------------------------------------------------
 
-CUT = "is no whole safetensors file"
+CUT = "is not a complete safetensors file"
 LOOP = "cannot be read: Too many levels of symbolic links (it is a link to"
 NOWHERE = "cannot be read: No such file or directory (it is a link to nowhere)"
 HUGE = 10**9
@@ -293,11 +293,11 @@ WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "a pointer for the index": (shards(lfs(INDEX)), [INDEX, *LFS]),
     "a model for embeddings": (
         rename(strip),
-        ["holds embed_tokens.weight in the place of model.embed_tokens.weight", "without a head"],
+        ["holds embed_tokens.weight instead of model.embed_tokens.weight", "without a head"],
     ),
     "a part of another model": (
         rename(lambda name: f"language_model.{name}"),
-        [f"language_model.{EMBEDDING} in the place of {EMBEDDING}", "another model"],
+        [f"language_model.{EMBEDDING} instead of {EMBEDDING}", "another model"],
     ),
     "many layers": (
         say(num_hidden_layers=HUGE, layer_types=None),
@@ -345,7 +345,7 @@ WEIGHTS_CASES: dict[str, tuple[Spoil, list[str]]] = {
     "weights that are a circle of links": (point(WEIGHTS, WEIGHTS), [WEIGHTS, LOOP]),
     "weights that are a link to nowhere": (point(WEIGHTS, "nowhere"), [WEIGHTS, NOWHERE]),
     "weights that are a folder": (become(WEIGHTS, Path.mkdir), [WEIGHTS, "it is a folder"]),
-    "weights that are a pipe": (become(WEIGHTS, os.mkfifo), [WEIGHTS, "no ordinary file"]),
+    "weights that are a pipe": (become(WEIGHTS, os.mkfifo), [WEIGHTS, "not a regular file"]),
     "a shard that is a circle": (shards(point(SHARD, SHARD)), [SHARD, LOOP]),
     "a shard that leads nowhere": (shards(point(SHARD, "nowhere")), [SHARD, NOWHERE]),
     "a shard that is a folder": (shards(become(SHARD, Path.mkdir)), [SHARD, "it is a folder"]),
@@ -611,7 +611,9 @@ def test_a_model_larger_than_the_memory_is_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_runner, "device_memory", lambda _device: (10_000, 10_000))
-    with pytest.raises(ModelConfigError, match=r"does not fit: \d+ parameters .* hidden_size=64"):
+    with pytest.raises(
+        ModelConfigError, match=r"does not fit into memory: \d+ parameters .* hidden_size=64"
+    ):
         make_llm(good)
 
 
@@ -652,9 +654,9 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_only(
     remove("tokenizer.json", "tokenizer_config.json")(copy)
     llm = make_llm(copy)
     assert llm.generate([[5, 6, 7]])[0]["token_ids"]
-    with pytest.raises(TokenizerError, match=r"holds no tokenizer: add tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer: add tokenizer\.json"):
         llm.generate(["w5"])
-    assert_run_refuses(copy, capsys, "holds no tokenizer: add tokenizer.json")
+    assert_run_refuses(copy, capsys, "has no tokenizer: add tokenizer.json")
 
 
 def test_added_tokens_without_an_embedding_do_no_harm(
@@ -674,7 +676,7 @@ def test_a_chat_template_that_is_broken_is_named(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copy / "chat_template.jinja").write_text("{% for")
-    with pytest.raises(TokenizerError, match="holds a chat template that cannot be filled in"):
+    with pytest.raises(TokenizerError, match="has a chat template that cannot be rendered"):
         make_llm(copy).tokenizer.apply_chat_template("w5")
     assert_run_refuses(copy, capsys, "chat_template.jinja")
 

@@ -597,7 +597,7 @@ def test_memory_that_does_not_hold_a_workload_is_said_in_its_own_words(
 
     monkeypatch.setattr("nvtrace.bench.benchmark.running_engine", refuse)
     plan = replace(decodes(folder, 3, 300), batch_sizes=(3, 9))
-    with pytest.raises(BenchmarkError, match=r"decode 9 x 300 needs 18 KV pages .* fewer or shor"):
+    with pytest.raises(BenchmarkError, match=r"decode 9 x 300 needs 18 KV blocks .* fewer or shor"):
         run_benchmark(plan, hush)
 
 
@@ -701,7 +701,7 @@ def test_two_engines_must_fit_into_the_memory_together(
     per_token = model_facts("m", ModelConfig.from_folder(folder), "float32").kv_bytes_per_token
     monkeypatch.setattr("nvtrace.bench.benchmark.cpu_memory", lambda: (2**40, 3 * 256 * per_token))
     both = decodes(folder, 2, 9)
-    with pytest.raises(BenchmarkError, match=r"2 KV pages .* memory does not hold them"):
+    with pytest.raises(BenchmarkError, match=r"2 KV blocks .* memory does not hold them"):
         run_benchmark(both, hush)
     [result] = run_benchmark(replace(both, tracing="on"), hush).results
     assert len(result.contenders) == 1

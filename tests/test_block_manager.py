@@ -255,7 +255,7 @@ def test_check_finds_a_page_held_twice_by_one_table() -> None:
     pool = Pool(4, block_size=2)
     seq = pool.admit([1])
     seq.block_table.append(seq.block_table[0])
-    with pytest.raises(AssertionError, match="holds a page twice"):
+    with pytest.raises(AssertionError, match="holds a block twice"):
         pool.manager.check([seq])
 
 

@@ -437,7 +437,7 @@ def test_the_steps_page_shows_the_step_among_its_neighbours(
     assert any(line.split()[:1] == ["148"] for line in lines)
     assert any(line.startswith("running       1: 1") for line in lines)
     assert any(line.startswith("SCHEDULE_DECODE | ") for line in lines)
-    assert "KV pages: 73 of 256 tokens" in drawn
+    assert "KV blocks: 73 of 256 tokens" in drawn
 
 
 @pytest.mark.usefixtures("eighty_columns")
@@ -449,7 +449,7 @@ def test_a_message_and_a_prompt_stand_in_the_last_row(
     assert "search for: free_blocks < 3" in frame(capsys, trace, asked, 80, 24, lang="en")
     answered = View(1, message=Message("not_found_after", "seq_id == 9"))
     last = frame(capsys, trace, answered, 80, 24, lang="en").splitlines()[-1]
-    assert last.rstrip() == "seq_id == 9 holds nowhere after this step"
+    assert last.rstrip() == "seq_id == 9 is true nowhere after this step"
 
 
 @pytest.mark.usefixtures("eighty_columns")
@@ -629,7 +629,7 @@ def test_a_compressed_trace_is_browsed_and_leaves_nothing_behind(
 def test_it_does_not_start_without_a_terminal(folder: Path) -> None:
     outcome = spawn("replay", folder / "crowded.jsonl", "-i")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == "nvtrace: --interactive needs a terminal, and stdin is none\n"
+    assert outcome.err == "nvtrace: --interactive needs a terminal, and stdin is not one\n"
 
 
 @pytest.mark.parametrize(
@@ -649,13 +649,13 @@ def test_it_does_not_start_with_an_option_for_other_views(
 ) -> None:
     outcome = call(capsys, "replay", folder / "crowded.jsonl", "-i", *option)
     assert outcome.code == 2
-    assert outcome.err.endswith(f"leave out {option[0]}\n")
+    assert outcome.err.endswith(f"remove {option[0]}\n")
 
 
 def test_a_trace_on_stdin_cannot_be_browsed(capsys: pytest.CaptureFixture[str]) -> None:
     outcome = call(capsys, "replay", "-", "-i")
     assert outcome.code == 2
-    assert "name a file instead of -" in outcome.err
+    assert "give a file instead of -" in outcome.err
 
 
 @pytest.mark.parametrize(

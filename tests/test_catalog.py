@@ -134,7 +134,11 @@ def test_a_column_is_told_in_its_language_and_what_is_unknown_as_it_was_given() 
     assert chinese.column("blocks", "ts_ns", "when") == "发生时刻"
     assert chinese.column("kv_use", "step", "the engine_step") == "所属的 engine_step"
     assert chinese.column("blocks", "moon", "its phase") == "its phase"
-    assert (english.unit("pages"), chinese.unit("pages"), chinese.unit("")) == ("pages", "块", "")
+    assert (english.unit("blocks"), chinese.unit("blocks"), chinese.unit("")) == (
+        "blocks",
+        "块",
+        "",
+    )
     assert english.row("kv_use", "a step") == english.source("kv_use", "a step") == "a step"
     assert chinese.source("kv_use", "steps, blocks") == "steps、blocks"
 

@@ -596,7 +596,7 @@ def test_a_sound_trace_ends_with_0_and_one_line(
 ) -> None:
     outcome = call(capsys, "check", sound, "--lang", "en")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.endswith(f"{len(INVARIANTS)} invariants: nothing disagrees\n")
+    assert outcome.out.endswith(f"{len(INVARIANTS)} invariants: no findings\n")
     assert call(capsys, "check", sound, "--json").out == ""
 
 
@@ -607,7 +607,7 @@ def test_an_unsound_trace_ends_with_1_and_says_what_disagrees_and_what_it_teache
     outcome = call(capsys, "check", unsound, "--lang", "en")
     assert outcome.code == 1
     assert "free_blocks is 7, but the free list is 5" in outcome.out
-    assert "SCHEDULE_PREFILL: no page is lost and none is made" in outcome.out
+    assert "SCHEDULE_PREFILL: no block is lost and none is created" in outcome.out
     assert "a leak shows as" in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
     assert "空闲链表" in call(capsys, "check", unsound, "--lang", "zh").out

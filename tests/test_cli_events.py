@@ -56,7 +56,7 @@ def test_one_event_is_explained_in_full(
 
 def test_codes_are_explained_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     out = call(capsys, "events", "ADMISSION_STOP").out
-    assert "no_blocks        too few free KV pages" in out
+    assert "no_blocks        too few free KV blocks" in out
 
 
 def test_every_place_in_the_source_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,4 +91,4 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     one = json.loads(call(capsys, "events", "admission_stop", "--json").out)
     assert one in everything
     assert one["hook"] == "admission_stop"
-    assert one["fields"][0]["codes"]["no_blocks"] == "too few free KV pages"
+    assert one["fields"][0]["codes"]["no_blocks"] == "too few free KV blocks"

@@ -123,7 +123,7 @@ def test_a_cut_last_line_is_a_warning_and_the_rest_is_shown(folder: Path, tmp_pa
     assert outcome.code == 0
     assert outcome.err.startswith("nvtrace: warning: ")
     assert outcome.err.count("\n") == 1
-    assert "not ended" in outcome.out
+    assert "unfinished" in outcome.out
     last = plain_rows(spawn("replay", tmp_path / "cut.jsonl", "--plain"))[-1]
     assert last["key_event"] == "the trace ends within this step"
     assert last["wall_ms"] == ""
@@ -151,7 +151,7 @@ def test_the_header_spells_out_the_model_and_the_sum_behind_the_pages(
     assert "28 layers, hidden 1024, 16 heads, 8 KV heads · 596 M parameters" in out
     assert "2 (K, V) × 28 layers × 256 tokens × 8 heads × 128 × 2 B = 28 MiB" in out  # noqa: RUF001 - a times sign
     assert "0.90 × 16 GiB - 6 GiB in use = 8.40 GiB, at most 2 GiB" in out  # noqa: RUF001 - the same
-    assert "2 GiB / 28 MiB = 73 pages = 18,688 tokens" in out
+    assert "2 GiB / 28 MiB = 73 blocks = 18,688 tokens" in out
     assert "2026-01-02 03:04:05 UTC" in out
 
 
@@ -216,9 +216,9 @@ def test_the_key_events_tell_the_story_of_a_preemption(
     rows = plain_rows(call(capsys, "replay", folder / "crowded.jsonl", "--plain"))
     story = {row["first_step"]: row["key_event"] for row in rows}
     assert story["11"].startswith(
-        "seq 3 preempted for seq 0: pages back 5, up to 20 tokens to redo"
+        "seq 3 preempted for seq 0: blocks freed 5, up to 20 tokens to recompute"
     )
-    assert story["12"].startswith("seq 3 waits: pages needed 6, free 2")
+    assert story["12"].startswith("seq 3 waits: blocks needed 6, free 2")
     assert story["15"].startswith("seq 2 preempts itself")
     assert "seq 2: 8 of 25 tokens cached; seqs 2, 3 recomputed" in story["25"]
 

@@ -126,7 +126,7 @@ def test_switches_that_are_no_json_object_are_told_how_to_be_written(
     outcome = call(capsys, *asked)
     assert (outcome.code, outcome.out, files_here()) == (2, "", {})
     assert problem in outcome.err
-    assert f"write --chat-template-kwargs '{NO_THINKING}'" in outcome.err
+    assert f"such as --chat-template-kwargs '{NO_THINKING}'" in outcome.err
 
 
 def test_switches_that_contradict_each_other_are_refused(
@@ -135,7 +135,7 @@ def test_switches_that_contradict_each_other_are_refused(
     asked = ("--chat-template-kwargs", NO_THINKING, "--enable-thinking")
     outcome = call(capsys, "run", "example", "--model", thinker, *asked)
     assert (outcome.code, outcome.out) == (2, "")
-    assert "leave one of the two out" in outcome.err
+    assert "give only one of the two" in outcome.err
 
 
 def test_a_switch_of_the_engine_itself_is_refused_by_name(
@@ -244,7 +244,7 @@ def test_an_older_trace_is_kept_and_its_new_name_is_said(
     (tmp_path / "trace.jsonl").write_text("precious")
     outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
     assert (tmp_path / "trace.1.jsonl").read_text() == "precious"
-    assert "trace.jsonl was there: it is now trace.1.jsonl" in outcome.err
+    assert "trace.jsonl already existed: it is now trace.1.jsonl" in outcome.err
 
 
 def test_list_names_every_scenario_with_its_story(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +399,7 @@ def test_a_run_in_which_everything_is_refused_is_a_run_and_has_a_trace(
     long = " ".join(["w5"] * 200)  # more than the pages of this scenario hold
     outcome = call(capsys, "run", "preemption", "--model", oracle.folder, "--prompt", long)
     assert (outcome.code, outcome.out) == (5, "")
-    assert "trace.jsonl was there: it is now trace.1.jsonl" in outcome.err
+    assert "trace.jsonl already existed: it is now trace.1.jsonl" in outcome.err
     assert "the pool has 24" in failure(outcome.err)
     records = list(read_trace(tmp_path / "trace.jsonl"))
     assert any(isinstance(record, ev.RequestRefused) for record in records)
@@ -490,7 +490,7 @@ def test_a_trace_never_goes_where_the_answers_or_the_messages_go(
     assert done.returncode == 2
     what = "answers" if stream == "stdout" else "messages"
     assert said == (
-        f"nvtrace: --out {name}: a trace goes to a file of its own, since {what} go to {stream}\n"
+        f"nvtrace: --out {name}: a trace needs a file of its own, because {what} go to {stream}\n"
     )
     if stream == "stdout":
         assert (tmp_path / "out").read_text() == ""
@@ -504,7 +504,7 @@ def test_no_command_writes_its_file_to_stdout(
     (tmp_path / "trace.jsonl").write_bytes(Recording(BUSY).data)
     outcome = call(capsys, *arguments, "--out", "-")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "goes to a file of its own, since answers go to stdout" in outcome.err
+    assert "needs a file of its own, because answers go to stdout" in outcome.err
     assert [file.name for file in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
@@ -569,7 +569,7 @@ def test_an_exception_within_the_engine_is_one_line_and_in_the_trace(
     assert isinstance(records[-1], Footer)
     assert records[-1].exit == "error"
     assert any(isinstance(record, ev.EngineError) for record in records)
-    assert "broken off by RuntimeError" in call(capsys, "replay", "trace.jsonl", "--plain").out
+    assert "failed: RuntimeError" in call(capsys, "replay", "trace.jsonl", "--plain").out
 
 
 class FullDisk(io.BytesIO):
@@ -589,7 +589,7 @@ def test_a_full_disk_does_not_stop_the_run_but_fails_it(
     assert outcome.code == 5
     assert text_of(oracle.greedy([8], 2)) in outcome.out  # the answers are not thrown away
     assert outcome.err.count("No space left on device") == 2  # when it happened, and at the end
-    assert "trace.jsonl is not whole" in failure(outcome.err)
+    assert "trace.jsonl is incomplete" in failure(outcome.err)
 
 
 def test_a_recorder_that_raises_does_not_stop_the_run_but_fails_it(
@@ -665,7 +665,7 @@ def test_a_trace_that_is_moved_while_it_is_written_is_told_where_it_is(
         assert "next:" not in outcome.err
     else:
         place = Path(new) if moved == "renamed" else tmp_path / new
-        assert f"this run's trace is {place}\n" in outcome.err
+        assert f"this run's trace is now {place}\n" in outcome.err
         assert f"the trace is in {place}; next:" in outcome.err
 
 
@@ -929,7 +929,7 @@ def test_what_is_computed_again_after_a_preemption_is_a_prefill() -> None:
         ("example", "batch 2 -> 1"),
         ("shared-prefix", "tokens cached"),
         ("chunked-prefill", "seq 0: tokens 0-7 of 11"),
-        ("preemption", "pages back"),
+        ("preemption", "blocks freed"),
         ("late-join", "seq 1 arrives"),
         ("static-vs-continuous", "seq 4 waits: 4"),
     ],

@@ -171,7 +171,7 @@ def test_parts_flow_into_lines_without_breaking() -> None:
 
 
 def test_english_breaks_at_spaces() -> None:
-    assert wrap("seq 3 waits: needs 6 pages", 12) == ["seq 3 waits:", "needs 6", "pages"]
+    assert wrap("seq 3 waits: needs 6 blocks", 13) == ["seq 3 waits:", "needs 6", "blocks"]
 
 
 def test_chinese_breaks_anywhere_but_not_in_front_of_a_mark() -> None:

@@ -264,7 +264,7 @@ def test_blank_lines_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatc
     data = b"".join([HEADER, b"\n" * 10**6, *LINES[1:]])
     assert len(list(read_trace(io.BytesIO(data), warn=pytest.fail))) == len(LINES)
     assert num_lines < 3 * 32 * 1024
-    with pytest.raises(UnreadableTraceError, match="line 1000002 is no record"):
+    with pytest.raises(UnreadableTraceError, match="line 1000002 is not a record"):
         list(read_trace(io.BytesIO(HEADER + b"\n" * 10**6 + b"no record\n")))
 
 

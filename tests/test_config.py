@@ -321,7 +321,7 @@ def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
     free: int, folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, free)
-    with pytest.raises(KVCacheError, match=r"no KV page fits.*num_kvcache_blocks") as caught:
+    with pytest.raises(KVCacheError, match=r"no KV block fits.*num_kvcache_blocks") as caught:
         start(folder)
     assert "in use (by all programs)" in str(caught.value)
     # What it advises to raise it to is enough, and hardly more.

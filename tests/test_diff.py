@@ -241,7 +241,7 @@ def test_other_decisions_end_with_1_and_fit_80_columns(
 ) -> None:
     outcome = call(capsys, "diff", *pair, "--lang", "en")
     assert outcome.code == 1
-    for words in ("num_kvcache_blocks   20   100", "The first effect that differs", "free pages"):
+    for words in ("num_kvcache_blocks   20   100", "The first effect that differs", "free blocks"):
         assert words in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
 
@@ -301,7 +301,7 @@ def test_latencies_that_nobody_knows_are_left_out(
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("-", "-"), 2, "standard input holds one trace"),
+        (("-", "-"), 2, "standard input can be only one of the traces"),
         (("missing.jsonl", "missing.jsonl"), 3, "no such file"),
         (("a", "b", "--json", "--plain"), 2, "give one"),
         ((RANKS[0], RANKS[1]), 2, f"{RANKS[1]} is rank 1's own trace"),

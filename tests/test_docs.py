@@ -291,9 +291,9 @@ def test_a_wrong_output_and_a_wrong_end_are_found(tmp_path: Path) -> None:
     assert run(
         tmp_path,
         "$ nvtrace check example.jsonl.zst",
-        "1,302 events, 36 invariants: nothing disagrees",
+        "1,302 events, 36 invariants: no findings",
         "$ nvtrace check example.jsonl.zst",
-        "1,303 events, 36 invariants: nothing disagrees",
+        "1,303 events, 36 invariants: no findings",
         "$ nvtrace check no-such-file.jsonl",
         "...",
         "$ nvtrace replay example.jsonl.zst --event 'STEP_END' | head -1   # the first",

@@ -234,9 +234,9 @@ def test_a_full_disk_is_said_once_and_the_answers_come_all_the_same(
     )
     assert done.returncode == 5
     lines = done.stderr.splitlines()
-    [loud] = [line for line in lines if "the trace cannot be written any more" in line]
+    [loud] = [line for line in lines if "the trace can no longer be written" in line]
     assert "File too large" in loud
-    assert lines[-1].startswith(f"nvtrace: {name} is not whole, ")  # why the code is 5
+    assert lines[-1].startswith(f"nvtrace: {name} is incomplete, ")  # why the code is 5
     answers = json.loads(done.stdout)["outputs"]
     assert [answer["finish_reason"] for answer in answers] == ["length", "length"]
     warnings: list[str] = []
@@ -275,7 +275,7 @@ def test_a_stdout_that_takes_nothing_is_one_plain_sentence(
             check=False,
         )
     reason = "[Errno 28] No space left on device"
-    sentence = f"nvtrace: stdout cannot be written, so the output is not whole: {reason}\n"
+    sentence = f"nvtrace: stdout cannot be written, so the output is incomplete: {reason}\n"
     assert (done.returncode, done.stderr) == (74, sentence)
 
 

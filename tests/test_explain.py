@@ -225,10 +225,10 @@ def test_one_step_of_a_life_is_told_with_its_own_numbers(busy: list[Record]) -> 
 
 
 def test_a_request_that_is_not_there_is_said_to_be_missing(busy: list[Record]) -> None:
-    refused = "it has 0 to 4; 1 refused .* prompt_too_long: it needs 21 and there is 16"
+    refused = "it has 0 to 4; 1 refused .* prompt_too_long: it needs 21, but there is 16"
     with pytest.raises(NotInTraceError, match=f"no request 9 in the trace: {refused}"):
         explain_request(busy, 9)
-    with pytest.raises(NotInTraceError, match="request 3 was not there in step 12"):
+    with pytest.raises(NotInTraceError, match="request 3 did not exist in step 12"):
         explain_request(busy, 3, step=12)
     with pytest.raises(NotInTraceError, match="no step 99 in the trace: it has steps 1 to 20"):
         explain_step(busy, 99)
@@ -546,20 +546,20 @@ def test_pages_that_are_shared_are_told_of_where_pages_are_given_back_and_needed
     assert (preempted.num_blocks_held, preempted.num_blocks_freed) == (4, 2)
     assert preempted.kept_by == (0,)
     text = note(preempted, english).text.replace("\u00a0", " ")
-    assert "gives back 4 pages, 2 of them still used by request 0, so 2 become free" in text
+    assert "gives back 4 blocks, 2 of them still used by request 0, so 2 become free" in text
     waited = next(link for link in chain if isinstance(link, links.Waited))
     assert (waited.need, waited.whole, waited.have) == ((3, 3), (5, 5), (1, 2))
-    assert note(waited, english).text == "waits: 3 pages (5 less 2 shared) needed, 1 to 2 free"
+    assert note(waited, english).text == "waits: 3 blocks (5 less 2 shared) needed, 1 to 2 free"
     of_step = explain_step(records, preempted.first_step).chain
     assert preempted.kept_by in [link.kept_by for link in of_step if hasattr(link, "kept_by")]
     of_step = explain_step(records, waited.first_step).chain
     stopped = next(link for link in of_step if isinstance(link, links.Stopped))
     assert (stopped.need, stopped.whole) == (3, 5)
-    assert "3 pages (5 less 2 shared) needed" in note(stopped, english).text
+    assert "3 blocks (5 less 2 shared) needed" in note(stopped, english).text
     run = summarize(iter(records))
     (step,) = (step for step in run.steps if step.index == preempted.first_step)
     told = "; ".join(found.text for found in notes(Row((step,)), english))
-    assert "pages back 2 (4 less 2 that others use)" in told.replace("\u00a0", " ")
+    assert "blocks freed 2 (4 less 2 that others use)" in told.replace("\u00a0", " ")
 
 
 @pytest.mark.parametrize("part", ["schedule", "prepare", "forward", "sample", "postprocess"])
@@ -696,10 +696,10 @@ def test_equal_waits_are_one_sentence_that_names_the_head(busy: list[Record]) ->
     waits = [link for link in explain_request(busy, 4).chain if isinstance(link, links.Waited)]
     english, chinese = load_catalog("en"), load_catalog("zh")
     assert note(waits[0], english).text == (
-        "waits behind request\u00a03, which needs 1 page; 0 free"
+        "waits behind request\u00a03, which needs 1 block; 0 free"
     )
     assert note(waits[1], english).text == (
-        "waits behind request\u00a02, which needs 5 pages; 0 to 3 free"
+        "waits behind request\u00a02, which needs 5 blocks; 0 to 3 free"
     )
     assert note(waits[2], english).text == (
         "waits: 1 token (5 less 4 cached) needed, 0 left of the step's budget"
@@ -758,7 +758,7 @@ def test_a_life_shows_where_its_time_went(
     assert "2 - 148" in out
     assert "generates 147 tokens in a batch of 2" in out
     assert "ends with 148 tokens of 148: reached max_tokens" in out
-    assert "all of it   1.22 s  100.0%" in out
+    assert "total       1.22 s  100.0%" in out
 
 
 def test_the_articles_step_is_explained_in_words(
@@ -773,11 +773,11 @@ def test_the_articles_step_is_explained_in_words(
             event["forward_ns"] = 71_364_000
     slow.write_text("".join(json.dumps(event) + "\n" for event in fields), "utf-8")
     out = " ".join(call(capsys, "explain", slow, "--step", "149").out.split())
-    assert "a batch of 1: a token each for request 1; in step 148 it was 2; nobody waits" in out
+    assert "a batch of 1: a token each for request 1; in step 148 it was 2; no request waits" in out
     assert "request 0 left: ended in step 148, reached max_tokens" in out
-    assert "one CUDA graph of 1 row, padding 0; launched ahead" in out
+    assert "one CUDA graph of 1 row, padding 0; run ahead" in out
     assert "slow: took 73.8 ms, 24.4 times the median (3.02 ms) of 107 other decode" in out
-    assert "what grew most is forward: 71.4 ms instead of 604 us" in out
+    assert "the largest increase is in forward: 71.4 ms instead of 604 us" in out
     assert "it is the first of them" in out
 
 
@@ -800,7 +800,7 @@ def test_plain_is_one_link_a_line_and_then_the_times(
     lines = [line.split("	") for line in outcome.out.splitlines()]
     assert lines[0] == ["first_step", "last_step", "kind", "time_ns", "event_ids", "text"]
     assert [line[2] for line in lines[1:4]] == ["queued", "waited", "ended"]
-    assert lines[2][4:] == [",".join(admission_stops(busy, 3)), "waits: 1 page needed, 0 free"]
+    assert lines[2][4:] == [",".join(admission_stops(busy, 3)), "waits: 1 block needed, 0 free"]
     assert [line[0] for line in lines[5:]] == [
         "queue_ns",
         "prefill_ns",
@@ -830,11 +830,11 @@ def test_a_long_life_is_cut_in_the_middle_unless_all_is_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "what is to be explained? give --seq ID (a request), --step N, or both"),
-        (["--seq", "1", "--json", "--plain"], "two answers to one question"),
+        ([], "nothing to explain: give --seq ID (a request), --step N, or both"),
+        (["--seq", "1", "--json", "--plain"], "cannot be used together"),
         (["--seq", "9"], "no request 9 in the trace: it has 0 to 4; 1 refused"),
         (["--step", "21"], "no step 21 in the trace: it has steps 1 to 20"),
-        (["--seq", "3", "--step", "12"], "request 3 was not there in step 12"),
+        (["--seq", "3", "--step", "12"], "request 3 did not exist in step 12"),
     ],
 )
 def test_what_cannot_be_explained_is_wrong_usage(

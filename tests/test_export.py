@@ -616,7 +616,7 @@ def test_exporting_loads_no_torch_and_no_pyarrow(crowded: Path) -> None:
         ([], "--to"),
         (["--to", "csv"], "--out"),
         (["--to", "parquet"], "--out"),
-        (["--to", "csv", "--out", "{trace}"], "is no folder"),
+        (["--to", "csv", "--out", "{trace}"], "is not a folder"),
         (["--to", "perfetto", "--out", "{trace}"], "is the trace itself"),
         (["--to", "perfetto", "--out", "no/such/place.json"], "no/such"),
         (["--to", "perfetto", "--out", "."], "is a folder"),
@@ -652,7 +652,7 @@ def test_the_trace_that_comes_through_stdin_is_not_written_over(
             check=False,
         )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"nvtrace: --out {name} is the trace itself: name another file\n"
+    assert done.stderr == f"nvtrace: --out {name} is the trace itself: give another file\n"
     assert trace.read_bytes() == crowded.read_bytes()
 
 
@@ -739,7 +739,7 @@ def test_a_table_that_would_replace_a_pipe_is_refused(
     os.mkfifo(tmp_path / "STEP_END.csv")
     outcome = call(capsys, "export", crowded, "--to", "csv", "--out", tmp_path)
     assert (outcome.code, outcome.out) == (74, "")
-    assert "STEP_END.csv is there, and is no plain file" in outcome.err
+    assert "STEP_END.csv exists and is not a regular file" in outcome.err
     assert [file.name for file in tmp_path.iterdir()] == ["STEP_END.csv"]
 
 

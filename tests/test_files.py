@@ -186,7 +186,7 @@ def test_a_file_that_comes_in_between_is_never_written_over(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_late)
         if existing == "error":
-            with pytest.raises(FileExistsError, match="name another file"):
+            with pytest.raises(FileExistsError, match="give another file"):
                 make(path, existing)
         else:
             made = make(path, existing)
@@ -407,7 +407,7 @@ def test_a_file_that_cannot_get_its_name_brings_all_the_others_back(
 
 def test_a_name_that_is_no_plain_file_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b")
-    with pytest.raises(FileExistsError, match="is no plain file"):
+    with pytest.raises(FileExistsError, match="is not a regular file"):
         write_together(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["b"]
 
@@ -416,7 +416,7 @@ def test_a_link_is_never_renamed_and_what_it_leads_to_never_lost(tmp_path: Path)
     target, link = tmp_path / "target.jsonl", tmp_path / "trace.jsonl"
     target.write_text("precious")
     link.symlink_to(target)
-    with pytest.raises(FileExistsError, match="name another file"):
+    with pytest.raises(FileExistsError, match="give another file"):
         open_sink(link, existing="error")
     assert target.read_text() == "precious"
     sink, kept = open_sink(link)

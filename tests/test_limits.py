@@ -38,7 +38,9 @@ def test_never_fits_is_refused_with_its_numbers(
     prompt: list[int], max_tokens: int, oracle: Oracle
 ) -> None:
     llm = make_llm(oracle.folder, num_kvcache_blocks=2)
-    with pytest.raises(RequestRefusedError, match=r"3 pages of 4.*has 2.*num_kvcache_blocks") as e:
+    with pytest.raises(
+        RequestRefusedError, match=r"3 blocks of 4 tokens.*has 2.*num_kvcache_blocks"
+    ) as e:
         llm.generate([prompt], greedy_params(max_tokens))
     assert (e.value.reason, e.value.need, e.value.have) == ("never_fits", 3, 2)
     assert isinstance(e.value, ValueError)

@@ -519,6 +519,6 @@ def test_bad_keywords_are_a_type_error_that_names_them(oracle: Oracle) -> None:
 
 def test_half_a_character_in_a_prompt_is_named() -> None:
     engine = make_engine(Settings())
-    with pytest.raises(ValueError, match="no valid Unicode at character 3: half a surrogate pair"):
+    with pytest.raises(ValueError, match="not valid Unicode at character 3: half a surrogate pair"):
         engine.add_request("abc\ud800", greedy_params(3))
     assert not engine.requests

@@ -177,7 +177,7 @@ def test_shards_are_loaded_with_and_without_an_index(untied: Path) -> None:
 
 def test_a_folder_without_weights_is_refused(untied: Path) -> None:
     (untied / "model.safetensors").unlink()
-    assert_refuses(untied, "holds no .safetensors file")
+    assert_refuses(untied, "has no .safetensors file")
     (untied / "pytorch_model.bin").write_bytes(b"weights")
     assert_refuses(untied, "only pytorch_model.bin", "convert")
 
@@ -296,13 +296,13 @@ def test_a_file_that_is_cut_off_is_named(num_bytes: int, untied: Path) -> None:
     split_into_shards(untied)
     file = untied / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
-    assert_refuses(untied, file.name, "no whole safetensors file")
+    assert_refuses(untied, file.name, "not a complete safetensors file")
 
 
 def test_a_file_that_is_something_else_is_named(untied: Path) -> None:
     file = untied / "model.safetensors"
     file.write_text("<!DOCTYPE html><title>Sign in</title>", encoding="utf-8")
-    assert_refuses(untied, file.name, "no whole safetensors file")
+    assert_refuses(untied, file.name, "not a complete safetensors file")
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", encoding="utf-8")
     assert_refuses(untied, file.name, "Git LFS pointer", "git lfs pull")
     file.unlink()

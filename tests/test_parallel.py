@@ -195,12 +195,12 @@ def test_every_rank_refuses_a_wrong_checkpoint(plain: Oracle, tmp_path: Path, ra
 @pytest.mark.parametrize(
     ("changes", "world_size", "message"),
     [
-        ({}, 3, "divide num_attention_heads=4; it can be by 1, 2, 4"),
-        ({"intermediate_size": 98}, 4, "divide intermediate_size=98; it can be by 1, 2"),
+        ({}, 3, "divide num_attention_heads=4; it can be split by 1, 2, 4"),
+        ({"intermediate_size": 98}, 4, "divide intermediate_size=98; it can be split by 1, 2"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 2},
             3,
-            "num_key_value_heads=2 divides the other; it can be by 1, 2, 6",
+            "num_key_value_heads=2 divides the other; it can be split by 1, 2, 6",
         ),
     ],
 )
@@ -446,7 +446,7 @@ def test_a_step_of_20000_tokens_passes_and_a_worker_that_is_stopped_is_found(
         llm.generate(prompts, greedy_params(1))
     assert not is_running(pid)
     assert_empty(llm)
-    with pytest.raises(WorkerError, match=r"this engine is over.*rank 1"):
+    with pytest.raises(WorkerError, match=r"this engine has ended.*rank 1"):
         llm.generate(prompts, greedy_params(1))
 
 
@@ -535,7 +535,7 @@ def test_rank_0s_own_failure_in_a_step_ends_the_others(
         with pytest.raises(pytest.fail.Exception):
             llm.generate([[1, 2, 3]], greedy_params(3))
     assert not any(map(is_running, pids))
-    with pytest.raises(WorkerError, match="rank 0 left a step half done"):
+    with pytest.raises(WorkerError, match="rank 0 failed within a step"):
         llm.generate([[1, 2, 3]], greedy_params(3))
 
 

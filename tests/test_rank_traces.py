@@ -181,7 +181,9 @@ def test_of_every_older_trace_it_is_said_where_it_is_now(
         config = Config.create(oracle.folder, {"tensor_parallel_size": 2})
         recorder.engine_init(config, ModelConfig.from_folder(oracle.folder))
         tap.has_engine = is_ready
-    told = dict(re.findall("nvtrace: (.*) was there: it is now (.*)\n", capsys.readouterr().err))
+    told = dict(
+        re.findall("nvtrace: (.*) already existed: it is now (.*)\n", capsys.readouterr().err)
+    )
     renamed = [*older] if has_rank_0 else [rank_path(path, 1)]
     assert [*told] == ([str(file) for file in renamed] if is_ready else [])
     for file, text in older.items():
@@ -193,7 +195,7 @@ def test_the_traces_of_several_ranks_do_not_go_beside_a_pipe(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     told = call(capsys, "run", "example", "--tp", "2", "--out", tmp_path / "pipe")
-    assert (told.code, "no plain file" in told.err) == (2, True)
+    assert (told.code, "not a regular file" in told.err) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -214,12 +216,12 @@ def test_no_ranks_trace_goes_where_a_stream_goes(
         )
     said = done.stderr or taken.read_text("utf-8")
     assert done.returncode == 2
-    assert "--out r.rank2.jsonl: rank 2's trace goes to a file of its own" in said
+    assert "--out r.rank2.jsonl: rank 2's trace needs a file of its own" in said
     assert [*tmp_path.iterdir()] == [taken]
     taken.unlink()
     taken.mkdir()
     outcome = call(capsys, "run", "example", "--tp", "3", "--out", tmp_path / "r.jsonl")
-    assert (outcome.code, "that is a folder" in outcome.err) == (2, True)
+    assert (outcome.code, "it is a folder" in outcome.err) == (2, True)
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])

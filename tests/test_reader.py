@@ -226,7 +226,7 @@ def test_lines_behind_the_footer_are_said_to_be_there(behind: list[bytes]) -> No
     records, warnings = read(b"".join([*LINES, *behind]))
     assert len(records) == len(LINES) + len(behind)
     assert [warning for warning in warnings if "footer" in warning] == [
-        f"the trace: {len(behind)} lines come after the footer, which should be the last"
+        f"the trace: {len(behind)} lines come after the footer, which must be the last"
     ]
 
 
@@ -236,7 +236,7 @@ def test_rubbish_behind_the_footer_was_not_cut_off(rubbish: bytes, behind: list[
     records, warnings = read(b"".join([*LINES, *behind, rubbish]))
     assert len(records) == len(LINES) + len(behind)
     assert [warning for warning in warnings if "footer" in warning or "cut" in warning] == [
-        f"the trace: {len(behind) + 1} lines come after the footer, which should be the last"
+        f"the trace: {len(behind) + 1} lines come after the footer, which must be the last"
     ]
 
 
@@ -276,7 +276,7 @@ def test_warnings_can_be_left_unheard() -> None:
 def test_a_broken_whole_line_is_an_error_that_names_it(line: bytes, *, is_last: bool) -> None:
     data = b"".join([*LINES[:4], line, *([] if is_last else LINES[4:])])
     seen: list[Record] = []
-    with pytest.raises(UnreadableTraceError, match=r"^the trace: line 5 is no record") as told:
+    with pytest.raises(UnreadableTraceError, match=r"^the trace: line 5 is not a record") as told:
         seen += read_trace(io.BytesIO(data), warn=pytest.fail)
     assert "\n" not in str(told.value)
     assert len(str(told.value)) < 400
@@ -291,7 +291,7 @@ def test_a_broken_whole_line_is_an_error_that_names_it(line: bytes, *, is_last: 
     ],
 )
 def test_a_line_too_deep_to_read_is_a_broken_line(line: bytes) -> None:
-    with pytest.raises(UnreadableTraceError, match="line 2 is no record"):
+    with pytest.raises(UnreadableTraceError, match="line 2 is not a record"):
         read(HEADER + line)
 
 
@@ -304,7 +304,9 @@ def test_a_second_header_is_an_error() -> None:
 def test_a_rank_of_no_world_is_an_error(rank: int, world_size: int) -> None:
     """Else the files of a hundred million ranks would be looked for."""
     header = json.loads(HEADER) | {"rank": rank, "world_size": world_size}
-    with pytest.raises(UnreadableTraceError, match=f"of rank {rank} of {world_size}: no run"):
+    with pytest.raises(
+        UnreadableTraceError, match=f"has rank {rank} of {world_size}, which no run"
+    ):
         read(json.dumps(header).encode() + b"\n" + EVENT)
 
 
@@ -325,7 +327,7 @@ def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_t
     for part, field in BOUNDED:
         header = json.loads(HEADER)
         header[part] = {field: wrong}
-        with pytest.raises(UnreadableTraceError, match=r"no header that can be right \(") as told:
+        with pytest.raises(UnreadableTraceError, match=r"not a valid header \(") as told:
             read(json.dumps(header).encode() + b"\n" + EVENT)
         assert len(str(told.value)) < 400
         header[part] = {field: None}  # is not known
@@ -335,7 +337,7 @@ def test_a_header_whose_numbers_are_none_is_refused_before_anybody_counts_with_t
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
 def test_a_header_tells_of_counts_that_a_model_can_have(field: str) -> None:
     for wrong in (0, 2**31, 2**40):
-        with pytest.raises(UnreadableTraceError, match="no header that can be right"):
+        with pytest.raises(UnreadableTraceError, match="not a valid header"):
             read(changed(HEADER, model={field: wrong, "head_dim": 2**30}))
 
 
@@ -354,7 +356,7 @@ def test_an_event_with_a_number_that_none_can_have_is_no_record(
 ) -> None:
     line = next((line for line in LINES if f'"event":"{tag}"'.encode() in line), EVENT)
     line = changed(line, event=tag, **{field: wrong})
-    told = f"line {num_before + 2} is no record"
+    told = f"line {num_before + 2} is not a record"
     with pytest.raises(UnreadableTraceError, match=told):
         read(b"".join([HEADER, *[EVENT] * num_before, line, EVENT]))
 
@@ -426,7 +428,7 @@ def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_another_encoding_is_named(encoding: str, mark: str) -> None:
-    told = rf"no header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
+    told = rf"not a header: it is {encoding[:6].upper().rstrip('-')}\b.*; save it as UTF-8"
     with pytest.raises(UnreadableTraceError, match=told):
         read((mark + WHOLE.decode()).encode(encoding))
 
@@ -435,7 +437,7 @@ def test_another_encoding_is_named(encoding: str, mark: str) -> None:
     ("pack", "told"), [(bz2.compress, "bzip2"), (lzma.compress, "xz"), (_zipped, "a zip file")]
 )
 def test_another_packer_is_named(pack: Callable[[bytes], bytes], told: str) -> None:
-    with pytest.raises(UnreadableTraceError, match=rf"no header: it is .*{told}.*: unpack it"):
+    with pytest.raises(UnreadableTraceError, match=rf"not a header: it is .*{told}.*: unpack it"):
         read(pack(WHOLE))
 
 
@@ -487,4 +489,4 @@ def test_lines_that_are_missing_from_the_middle_are_noticed() -> None:
     lines = Recording(BUSY).data.splitlines(keepends=True)
     warnings: list[str] = []
     list(read_trace(io.BytesIO(b"".join(lines[:20] + lines[27:])), warn=warnings.append))
-    assert warnings == ["the trace: 7 events are missing, by the numbers of those that are there"]
+    assert warnings == ["the trace: 7 events are missing, according to the event ids"]

@@ -163,7 +163,7 @@ def test_types_are_written_as_one_reads_them(annotation: object, name: str) -> N
 def test_codes_are_written_as_words() -> None:
     fields = {field.name: field for field in describe("ADMISSION_STOP", load_catalog("en")).fields}
     assert fields["reason"].type.startswith('"token_budget" | "no_blocks"')
-    assert fields["reason"].codes["no_blocks"] == "too few free KV pages"
+    assert fields["reason"].codes["no_blocks"] == "too few free KV blocks"
     assert "event_id" not in fields
 
 

@@ -157,7 +157,7 @@ def test_steps_without_a_simulated_time_are_told_of(
     for words in (["stats"], ["stats", "--json"], ["replay"], ["replay", "--json"]):
         outcome = call(capsys, words[0], trace, *words[1:])
         assert outcome.code == 0
-        assert "is simulated, and 4 of its steps are unlike all that were recorded" in outcome.err
+        assert "is simulated, and 4 of its steps are unlike any recorded step" in outcome.err
     assert call(capsys, "stats", folder / "crowded.jsonl").err == ""
 
 

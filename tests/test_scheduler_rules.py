@@ -204,7 +204,9 @@ def test_what_can_never_fit_the_pool_is_refused_and_changes_nothing(
     prompt_len: int, max_tokens: int, need: int
 ) -> None:
     engine = engine_with(Witness(), kvcache_block_size=4, num_kvcache_blocks=2)
-    with pytest.raises(RequestRefusedError, match=f"{need} pages of 4, but the pool has 2") as told:
+    with pytest.raises(
+        RequestRefusedError, match=f"{need} blocks of 4 tokens, but the pool has 2"
+    ) as told:
         add(engine, prompt_len, max_tokens)
     assert (told.value.reason, told.value.need, told.value.have) == ("never_fits", need, 2)
     assert engine.is_finished()
@@ -306,6 +308,6 @@ def test_a_policy_that_chooses_nobody_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.setitem(POLICIES, "idle", lambda _scheduler, _batch: None)
     engine = engine_with(Witness(), 3, 4, policy="idle")
-    with pytest.raises(RuntimeError, match="chose nobody: 2 wait and 0 run"):
+    with pytest.raises(RuntimeError, match="chose no request: 2 wait and 0 run"):
         engine.step()
     assert engine.is_finished()

@@ -123,7 +123,7 @@ def test_a_file_that_is_taken_away_is_an_error(
 def test_what_is_no_trace_is_refused_at_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("dear diary\n", encoding="utf-8")
-    with pytest.raises(UnreadableTraceError, match=rf"^{path} is not .* no header"):
+    with pytest.raises(UnreadableTraceError, match=rf"^{path} is not .* not a header"):
         follow(path, pytest.fail)
 
 

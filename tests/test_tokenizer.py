@@ -103,5 +103,5 @@ def test_switches_of_a_template_that_is_not_there_are_refused(copy: Path) -> Non
     save_tokenizer(copy)
     tokenizer = make_llm(copy).tokenizer
     assert tokenizer.apply_chat_template("w9") == [9]
-    with pytest.raises(TokenizerError, match="holds no chat template, so that enable_thinking"):
+    with pytest.raises(TokenizerError, match="has no chat template, so enable_thinking"):
         tokenizer.apply_chat_template("w9", enable_thinking=False)

@@ -154,7 +154,7 @@ def test_check_says_which_codes_it_does_not_know(
 ) -> None:
     trace = written(tmp_path / "trace.jsonl", with_word("SCHEDULE_DECODE", "reason", 2))
     done = call(capsys, "check", trace)
-    assert "nothing disagrees" in done.out
+    assert "no findings" in done.out
     assert f"reason is '{WORD}' in 2 events SCHEDULE_DECODE" in done.err
 
 

@@ -146,7 +146,7 @@ def test_a_good_trace_is_said_to_be_good(
 ) -> None:
     outcome = call(capsys, "validate", trace)
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out == f"{len(lines)} lines, each as the schema and the envelope want it\n"
+    assert outcome.out == f"{len(lines)} lines, all valid by the schema and the envelope's rules\n"
     assert call(capsys, "validate", trace, "--json").out == ""
     assert call(capsys, "validate", trace, "--lang", "zh").out.startswith(f"{len(lines)} 行")
 
@@ -176,7 +176,7 @@ def test_faults_are_shown_up_to_a_bound_and_counted_to_the_end(
     assert len(shown) == 22
     assert shown[0].startswith("line 11: ")
     assert shown[-2] == "and 30 more: --all shows them"
-    assert shown[-1] == f"50 faults in {len(lines)} lines"
+    assert shown[-1] == f"50 errors in {len(lines)} lines"
     assert len(call(capsys, "validate", path, "--all").out.splitlines()) == 51
     found = [json.loads(line) for line in call(capsys, "validate", path, "--json").out.splitlines()]
     assert [fault["line"] for fault in found] == [*range(11, 61)]
@@ -242,7 +242,7 @@ def test_a_file_that_is_no_text_is_named_in_one_sentence(
     path.write_bytes(PACKINGS[what](trace.read_bytes()))
     outcome = call(capsys, command, path)
     assert (outcome.code, outcome.out) == (3, "")
-    assert f"its first line is no header: it is {what.strip()}" in " ".join(outcome.err.split())
+    assert f"its first line is not a header: it is {what.strip()}" in " ".join(outcome.err.split())
 
 
 @pytest.mark.parametrize("rubbish", [b"rubbish", b'{"event":"PREE', b"\0" * 512])

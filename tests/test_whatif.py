@@ -267,7 +267,7 @@ def test_a_changed_schedule_is_told_by_its_first_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"max_num_sqs": "3"}, "'max_num_sqs' is no setting of the schedule: max_num_batched_"),
+        ({"max_num_sqs": "3"}, "'max_num_sqs' is not a scheduler setting: use max_num_batched_"),
         ({"max_num_seqs": "0"}, "max_num_seqs must be a whole number from 1 to"),
         ({"max_num_seqs": "many"}, "not 'many'"),
         ({"max_model_len": "1"}, "max_model_len must be a whole number from 2 to"),
@@ -294,8 +294,8 @@ def test_what_lies_beyond_max_model_len_was_not_recorded() -> None:
 @pytest.mark.parametrize(
     ("assignments", "sentence"),
     [
-        (["policy"], "'policy' is no setting: write NAME=VALUE"),
-        (["=3"], "'=3' is no setting"),
+        (["policy"], "'policy' is not a setting: write NAME=VALUE"),
+        (["=3"], "'=3' is not a setting"),
         (["policy=mixed", "policy=static"], "policy is set twice in one case"),
     ],
 )
@@ -329,7 +329,9 @@ def test_an_answer_that_ends_for_no_reason_is_an_inconsistent_trace() -> None:
     records = [item for item in recorded(crowded_run()) if isinstance(item, Header | ev.Event)]
     last = max(place for place, item in enumerate(records) if isinstance(item, ev.SampleTokens))
     recording = read_recording(records[:last] + records[last + 1 :])
-    with pytest.raises(InconsistentTraceError, match="no token or limit in the trace tells why"):
+    with pytest.raises(
+        InconsistentTraceError, match="no token or limit in the trace is the reason"
+    ):
         rerun(recording, recording.settings, recording.step_times())
 
 
@@ -432,7 +434,7 @@ def test_the_table_has_a_row_for_each_case_and_says_what_is_simulated(
         "case 2  policy=mixed, max_num_batched_tokens=8",
         "recorded     measured",
         "unchanged   simulated",
-        "case 2      simulated        -",
+        "case 2      simulated       -",
         "decides as recorded in all",
         "no mixed step was recorded",
     ):
@@ -477,7 +479,7 @@ def test_the_simulated_trace_is_one_that_every_command_reads(
     for command in ("replay", "check", "stats"):
         assert call(capsys, command, out).code == 0
     again = call(capsys, *arguments)
-    assert "was there already" in again.err
+    assert "already existed" in again.err
 
 
 def test_a_trace_whose_times_nobody_knows_says_so(
@@ -488,7 +490,7 @@ def test_a_trace_whose_times_nobody_knows_says_so(
     header = next(iter(read_trace(out)))
     assert isinstance(header, Header)
     assert header.clock["num_untimed_steps"] > 0
-    assert "read no times from it" in outcome.err
+    assert "do not read times from it" in outcome.err
 
 
 def test_a_trace_of_another_kind_of_engine_is_told_from_the_first_step_on(
@@ -503,18 +505,18 @@ def test_a_trace_of_another_kind_of_engine_is_told_from_the_first_step_on(
     ]
     path = write_records(tmp_path / "other.jsonl", records)
     outcome = call(capsys, "whatif", path, "--lang", "en")
-    assert "decides otherwise from step 1 on" in outcome.out
+    assert "decides differently from step 1 on" in outcome.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--set", "policy=fastest"), "policy must be one of"),
-        (("--set", "speed=9"), "'speed' is no setting of the schedule"),
+        (("--set", "speed=9"), "'speed' is not a scheduler setting"),
         (("--json", "--plain"), "give one"),
         (
             ("--case", "policy=mixed", "--case", "policy=static", "--out", "x"),
-            "--out keeps one run",
+            "--out keeps the trace of one run",
         ),
         (("--out", "no/such/folder/x.jsonl"), "cannot be written (No such file or directory)"),
     ],
@@ -590,16 +592,16 @@ def test_it_is_said_why_requests_were_refused(
     trace, out = write_trace(tmp_path / "trace.jsonl", crowded_run()), tmp_path / "out.jsonl"
     done = call(capsys, "whatif", trace, "--set", "num_kvcache_blocks=8", "--out", out)
     told = " ".join(done.out.split())
-    assert "case 1: 4 requests were refused: 4 may grow to 9 pages, and the pool has 8." in told
+    assert "case 1: 4 requests were refused: 4 may grow to 9 blocks, and the pool has 8." in told
     short = " ".join(call(capsys, "whatif", trace, "--set", "max_model_len=11").out.split())
-    assert "4 need 12 tokens for the prompt and one more, and max_model_len is 11" in short
+    assert "4 need 12 tokens (the prompt and one more), and max_model_len is 11" in short
     told = call(capsys, "whatif", trace, "--set", "num_kvcache_blocks=8", "--json").out
     case = json.loads(told.splitlines()[-1])
     assert case["refusals"] == [
         {"reason": "never_fits", "count": 4, "least_need": 9, "most_need": 9, "have": 8}
     ]
     replayed = " ".join(call(capsys, "replay", out).out.split())
-    assert "4 requests that could never finish: 4 may grow to 9 pages" in replayed
+    assert "4 requests that could never finish: 4 may grow to 9 blocks" in replayed
 
 
 def test_a_policy_that_is_not_here_is_compared_with_those_that_are(

@@ -152,7 +152,7 @@ def test_columns_leave_in_their_order_and_are_named(
         [heading] = [line.split() for line in out.splitlines() if line.lstrip().startswith("step ")]
         gone = [name for name in order if name not in heading]
         assert gone == order[: len(gone)]
-        said = " ".join(out.partition("no room for: ")[2].split())
+        said = " ".join(out.partition("too narrow to show: ")[2].split())
         assert {*said.split(", ")} == ({*gone} or {""})
         counts.append(len(gone))
     assert counts == sorted(counts)

@@ -44,7 +44,7 @@ def at(
         typer.Argument(
             metavar="[STEP]",
             min=1,
-            help="The engine_step. By default the last one; with --until, all are searched.",
+            help="The engine_step. By default the last one; with --until, all steps are searched.",
             show_default=False,
         ),
     ] = None,
@@ -57,7 +57,7 @@ def at(
         str | None,
         typer.Option(
             metavar="CONDITION",
-            help="Go on from STEP to where this holds: 'free_blocks < 10', 'event == PREEMPT', "
+            help="Go on from STEP to where this is true: 'free_blocks < 10', 'event == PREEMPT', "
             "'3 in waiting and not kv_usage < 0.5'.",
         ),
     ] = None,
@@ -66,20 +66,18 @@ def at(
     ] = False,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="The state as one JSON object.")] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Tables with tabs, without colours.")
-    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Tables with tabs, no colours.")] = False,
 ) -> None:
-    """Show the engine's state at one moment: queues, requests, KV pages, the step's inputs.
+    """Show the engine's state at one moment: queues, requests, KV blocks, the step's inputs.
 
-    A first look at a large trace leaves FILE.nvindex beside it, so that the next ones are quick.
-    Data goes to stdout, messages to stderr. Exit codes: 0 shown, 1 the condition holds nowhere, 2
+    On a large trace the first call writes FILE.nvindex beside it, so that the next calls are fast.
+    Data goes to stdout, messages to stderr. Exit codes: 0 shown, 1 the condition is true nowhere, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     if backwards and until is None:
-        raise UsageError("--backwards is a way to search: give --until CONDITION as well")
+        raise UsageError("--backwards needs --until CONDITION")
     from nvtrace_cli.views import at as view  # noqa: PLC0415 - --help needs no rich
 
     with tidy_ends(), _film(file) as film:
@@ -119,7 +117,7 @@ def _look(
     except NoSuchStepError as error:
         raise UsageError(str(error)) from error
     where = "" if step is None else f" {'up to' if is_backwards else 'from'} step {step}"
-    say(f"{until} holds nowhere in {film.name}{where}")
+    say(f"{until} is true nowhere in {film.name}{where}")
     raise typer.Exit(_NOT_FOUND)
 
 
@@ -143,7 +141,7 @@ def _film(file: str) -> Iterator[Film]:
         with reading_bar(file) as watch:
             film = Film(Path(file), warn=_warn, watch=watch)
         if film.has_made_index:
-            say(f"{film.index_path} was made, so that the next looks at {file} are quick")
+            say(f"{film.index_path} was made, so that the next calls on {file} are fast")
         yield film
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -67,7 +67,7 @@ def bench(
         typer.Argument(
             metavar="[WORKLOAD]...",
             help="uneven (the default): 16 requests that end at different times; seed: nano-vllm's "
-            "benchmark, 256 requests; decode: one step class after the other.",
+            "benchmark, 256 requests; decode: one batch size and context length after the other.",
             show_default=False,
         ),
     ] = None,
@@ -84,17 +84,20 @@ def bench(
         str | None,
         typer.Option(
             metavar="generate,continuous|none",
-            help="Which of transformers' ways run too; by default both for uneven, else none.",
+            help="Which of transformers' methods run too; by default both for uneven, else none.",
         ),
     ] = None,
     trace: Annotated[
         TraceChoice, typer.Option(help="Run the engine untraced, traced, or both.")
     ] = TraceChoice.BOTH,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rounds that count; one more goes before.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Measured rounds; one warm-up round runs before them."
+        ),
     ] = 2,
     requests: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The first N requests only.")
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N requests.")
     ] = None,
     batch: Annotated[
         list[int] | None,
@@ -107,34 +110,38 @@ def bench(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=_LARGEST_SEED, help="Of prompts and random weights.")
+        int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of prompts and random weights.")
     ] = 0,
     threads: Annotated[
         int | None,
         typer.Option(min=1, max=1024, metavar="N", help="CPU threads; by default torch's number."),
     ] = None,
-    device: Annotated[str, typer.Option(help="What to run on, as the engine names it.")] = "auto",
+    device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
-        DtypeChoice, typer.Option(help="What to compute in; auto is the engine's choice.")
+        DtypeChoice, typer.Option(help="The dtype to compute in; auto is the engine's choice.")
     ] = DtypeChoice.AUTO,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON, too.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="The tables with tabs, without colours.")
+        bool, typer.Option("--plain", help="The tables with tabs, no colours.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The report only.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only the report, no progress.")
+    ] = False,
 ) -> None:
-    """Measure the engine, beside transformers, on this machine.
+    """Measure the engine on this machine, and transformers for comparison.
 
-    The report goes to stdout, progress and messages to stderr. Exit codes: 0 done, 1 the contenders
-    did not generate the same, 2 wrong usage, 5 the run failed.
+    The report goes to stdout, progress and messages to stderr. Exit codes: 0 done, 1 the engines
+    generated different tokens, 2 wrong usage, 5 the run failed.
     """
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     if (batch or context) and WorkloadChoice.DECODE not in (workloads or []):
-        raise UsageError("--batch and --context are for the workload decode: nvtrace bench decode")
+        raise UsageError(
+            "--batch and --context are options of the workload decode: nvtrace bench decode"
+        )
     if out is not None:
         refuse_streams(out, "the report")
         check_out(out)
@@ -228,7 +235,7 @@ def _references(against: str | None) -> tuple[str, ...] | None:
         if name not in _REFERENCES:
             raise UsageError(
                 f"--against {against}: {name or 'an empty name'} is not one of "
-                f"{', '.join(_REFERENCES)}, or none at all"
+                f"{', '.join(_REFERENCES)} or none"
             )
     return names
 

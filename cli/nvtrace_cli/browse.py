@@ -65,7 +65,7 @@ def browse(file: str, catalog: Catalog, first_step: int | None) -> None:
         UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
     """
     if file == "-":
-        raise UsageError("--interactive reads keys from standard input: name a file instead of -")
+        raise UsageError("--interactive reads keys from standard input: give a file instead of -")
     refuse_unless_terminal()
     with tidy_ends(), _film(Path(file)) as film:
         try:
@@ -201,7 +201,7 @@ def _film(path: Path) -> Iterator[Film]:
             index_folder = None if is_writable else folder
             film = Film(path, warn=_warn, watch=bar, index_folder=index_folder, name=called)
         if film.has_made_index and is_writable and not is_copied:
-            say(f"{film.index_path} was made, so that the next looks at {path} are quick")
+            say(f"{film.index_path} was made, so that the next calls on {path} are fast")
         yield film
 
 
@@ -213,7 +213,7 @@ def _unpacked(path: Path, folder: Path) -> Path:
     except OSError as error:
         raise UnreadableTraceError(
             f"{path} cannot be unpacked into {folder} ({error.strerror}): unpack it yourself, or "
-            "name a roomier folder in TMPDIR"
+            "set TMPDIR to a folder with more space"
         ) from error
     return copy
 

@@ -31,24 +31,24 @@ def check(
     ],
     *,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every finding, not the first ten.")
+        bool, typer.Option("--all", help="Show every finding, not only the first ten.")
     ] = False,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per finding.")] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="One finding a line, with tabs, without colours.")
+        bool, typer.Option("--plain", help="One finding a line, with tabs, no colours.")
     ] = False,
 ) -> None:
-    """Check a trace against the invariants of an engine, and say which two facts disagree.
+    """Check a trace against the engine's invariants, and show which two facts disagree.
 
-    Data goes to stdout, messages to stderr. Exit codes: 0 nothing disagrees, 1 something does, 2
+    Data goes to stdout, messages to stderr. Exit codes: 0 no findings, 1 findings, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     from nvtrace_cli.views import check as view  # noqa: PLC0415 - --help needs no rich
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
 
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     catalog = words(lang)
     with reading_bar(file, prints_meanwhile=json or plain) as bar:
         records = records_of(file, _warn, bar)

@@ -28,31 +28,31 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another trace.")],
     *,
     limit: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Rows of a table of requests, at most.")
+        int, typer.Option(min=0, metavar="N", help="Most rows in a table of requests.")
     ] = 20,
     lang: LangOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per difference, a summary last.")
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="One difference a line, with tabs, without colours.")
+        bool, typer.Option("--plain", help="One difference a line, with tabs, no colours.")
     ] = False,
 ) -> None:
     """Compare two traces: settings, inputs, the first reason and effect that differ, times, tokens.
 
-    Who is scheduled, preempted and admitted, and on which pages, are effects of decisions; why, are
-    their reasons. What was asked (prompts, parameters, seeds) is input. It is reported, as times
-    are, and never counts. Data goes to stdout, messages to stderr. Exit codes: 0 the same
-    decisions, 1 they differ, 2 wrong usage, or the trace of a rank that decides nothing, 3 not a
-    readable trace, 4 a trace newer than this nvtrace.
+    The effects of a decision are who is scheduled, preempted and admitted, and with which blocks;
+    its reason is the code that says why. Inputs (prompts, parameters, seeds) and times are
+    reported too, but do not change the exit code. Data goes to stdout, messages to stderr. Exit
+    codes: 0 the same decisions, 1 they differ, 2 wrong usage, or the trace of a rank that decides
+    nothing, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     from nvtrace.diff import diff as compare  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace_cli.views import diff as view  # noqa: PLC0415 - nor rich
 
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     if a == b == "-":
-        raise UsageError("standard input holds one trace: name a file for the other")
+        raise UsageError("standard input can be only one of the traces: give a file for the other")
     difference = compare(_records(a), _records(b))
     if json:
         view.print_json(difference)

@@ -16,12 +16,13 @@ from nvtrace_cli.options import LangOption, words
 def doctor(
     *,
     cost: Annotated[
-        bool, typer.Option("--cost/--no-cost", help="Measure what tracing costs (seconds).")
+        bool,
+        typer.Option("--cost/--no-cost", help="Measure what tracing costs (takes some seconds)."),
     ] = True,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
 ) -> None:
-    """Say what this machine can run, what "auto" means on it, and what tracing costs."""
+    """Show what this machine can run, what "auto" means on it, and what tracing costs."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded; see `run`
     from nvtrace.doctor import examine_machine, measure_tracing  # noqa: PLC0415 - loads torch
     from nvtrace_cli.views import doctor as view  # noqa: PLC0415 - --help needs no rich

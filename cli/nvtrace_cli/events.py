@@ -20,7 +20,7 @@ def events(
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Look up what the events mean, and where the source says them."""
+    """Look up what the events mean, and where the source code emits them."""
     from nvtrace.reference import RECORD_TYPES, describe  # noqa: PLC0415 - --help needs no structs
     from nvtrace_cli.views import event_reference as view  # noqa: PLC0415 - nor rich
 
@@ -48,4 +48,4 @@ def _unknown(name: str, tags: list[str]) -> str:
     word = name.upper().replace("-", "_")
     near = get_close_matches(word, tags, n=3) or [tag for tag in tags if word in tag][:3]
     hint = f"did you mean {', '.join(near)}?" if near else "`nvtrace events` lists them all"
-    return f"no event is called {name}: {hint}"
+    return f"there is no event {name}: {hint}"

@@ -25,7 +25,7 @@ def explain(
     ],
     *,
     seq: Annotated[
-        int | None, typer.Option(metavar="ID", help="Explain this request's life.")
+        int | None, typer.Option(metavar="ID", help="Explain this request, from arrival to end.")
     ] = None,
     step: Annotated[
         int | None,
@@ -34,20 +34,20 @@ def explain(
         ),
     ] = None,
     proof: Annotated[
-        bool, typer.Option("--proof", help="Name the events behind each sentence (event_id).")
+        bool, typer.Option("--proof", help="Show the events behind each sentence (event_id).")
     ] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Leave nothing out of a long life.")
+        bool, typer.Option("--all", help="Show all lines of a long explanation.")
     ] = False,
     lang: LangOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object: the chain as facts.")
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="One sentence a line, with tabs and its proof.")
+        bool, typer.Option("--plain", help="One sentence a line, with tabs and its events.")
     ] = False,
 ) -> None:
-    """Explain a request or a step: a chain of reasons, each proved by events of the trace.
+    """Explain a request or a step: a chain of reasons, each with the events that prove it.
 
     A request: why it waited in each step, what it shared, when and for whom it was preempted, why
     it ended, where its time went. A step: why its batch had that size, how it ran, and whether it
@@ -59,9 +59,9 @@ def explain(
     or step), 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     if seq is None and step is None:
-        raise UsageError("what is to be explained? give --seq ID (a request), --step N, or both")
+        raise UsageError("nothing to explain: give --seq ID (a request), --step N, or both")
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     from nvtrace.explain import NotInTraceError, RequestStory  # noqa: PLC0415 - --help needs none
     from nvtrace.reader import name_of  # noqa: PLC0415 - the same
     from nvtrace_cli.views import explain as view  # noqa: PLC0415 - nor rich

@@ -53,11 +53,15 @@ def export(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="PATH", help="Where it goes; stdout if it is no folder."),
+        typer.Option(
+            "--out",
+            metavar="PATH",
+            help="The output file or folder; by default stdout, if it is not a folder.",
+        ),
     ] = None,
     lang: LangOption = None,
 ) -> None:
-    """Put a trace into another tool's format: Perfetto, OpenTelemetry, Prometheus, Parquet, CSV.
+    """Convert a trace to another tool's format: Perfetto, OpenTelemetry, Prometheus, Parquet, CSV.
 
     Data goes to stdout or PATH, messages to stderr. Exit codes: 0 exported, 2 wrong usage, 3 not a
     readable trace, 4 a trace newer than this nvtrace, 74 PATH cannot be written.
@@ -109,9 +113,9 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
     from nvtrace.reader import read_ranks  # noqa: PLC0415 - nor msgspec
 
     if out is None:
-        raise UsageError(f"--to {to} makes many files: name a folder for them with --out")
+        raise UsageError(f"--to {to} writes several files: give a folder with --out")
     if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is no folder, and --to {to} needs one")
+        raise UsageError(f"--out {out} is not a folder, and --to {to} needs one")
     write: Callable[[Iterable[tuple[int, Record]], Path], int]
     write = import_module(f"nvtrace.export.{module}").write
     try:
@@ -125,7 +129,7 @@ def _refuse(file: str, out: Path) -> None:
     """Never write where somebody else's work may lie."""
     check_out(out)
     if is_input(out, file):
-        raise UsageError(f"--out {out} is the trace itself: name another file")
+        raise UsageError(f"--out {out} is the trace itself: give another file")
 
 
 def _warn(message: str) -> None:

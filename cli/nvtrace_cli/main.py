@@ -87,7 +87,7 @@ def nvtrace(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Watch an LLM engine work: record a run, replay it, look up its events."""
+    """Trace an LLM engine: record a run, replay it, explain it, look up its events."""
     if context.invoked_subcommand is None:
         sys.stdout.write(context.get_help() + "\n")
 
@@ -145,16 +145,14 @@ def _sentence(error: Exception) -> str:
         command = context.command_path if context else "nvtrace"
         return f"{error.format_message().rstrip('.')} (see {command} --help)"
     if _is_of_stdout(error):
-        return f"stdout cannot be written, so the output is not whole: {error}"
+        return f"stdout cannot be written, so the output is incomplete: {error}"
     if isinstance(error, OverflowError):
         return (
-            f"a number in the trace is too large to count with ({error}): `nvtrace validate` says "
-            "in which line"
+            f"a number in the trace is too large ({error}): `nvtrace validate` says in which line"
         )
     if _exit_code(error) == OWN_FAULT:
-        return (
-            f"{type(error).__name__}: {error} - this should not happen; NVTRACE_DEBUG=1 shows where"
-        )
+        kind = type(error).__name__
+        return f"{kind}: {error} - this is a bug in nvtrace; NVTRACE_DEBUG=1 shows where"
     return str(error)
 
 

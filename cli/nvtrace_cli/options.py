@@ -31,13 +31,13 @@ class Lang(StrEnum):
 
 
 LangOption = Annotated[
-    Lang | None, typer.Option("--lang", help="Language of the words; by default the locale's.")
+    Lang | None, typer.Option("--lang", help="Language of the output; by default the locale's.")
 ]
 
 ChatTemplateOption = Annotated[
     str | None,
     typer.Option(
-        metavar="JSON", help="For the chat template, such as '{\"enable_thinking\": false}'."
+        metavar="JSON", help="Values for the chat template, such as '{\"enable_thinking\": false}'."
     ),
 ]
 ThinkingOption = Annotated[
@@ -66,15 +66,15 @@ def template_kwargs(text: str | None, enable_thinking: bool | None) -> dict[str,
         problem = str(error)
     if problem is not None:
         raise UsageError(
-            f"--chat-template-kwargs {text:.80}: it must be a JSON object ({problem}); write "
-            """--chat-template-kwargs '{"enable_thinking": false}', say"""
+            f"--chat-template-kwargs {text:.80}: it must be a JSON object ({problem}), "
+            """such as --chat-template-kwargs '{"enable_thinking": false}'"""
         )
     if enable_thinking is None:
         return given
     if given.setdefault("enable_thinking", enable_thinking) is not enable_thinking:
         raise UsageError(
-            f"--chat-template-kwargs {text}: --enable-thinking or --no-enable-thinking says "
-            "otherwise; leave one of the two out"
+            f"--chat-template-kwargs {text}: --enable-thinking or --no-enable-thinking "
+            "contradicts it; give only one of the two"
         )
     return given
 

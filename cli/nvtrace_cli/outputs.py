@@ -33,7 +33,7 @@ def check_out(out: Path) -> None:
     except OSError as error:  # a name that is too long, say
         raise UsageError(f"--out {out}: {error.strerror}") from error
     if out.is_dir():
-        raise UsageError(f"--out {out}: that is a folder, name a file in it")
+        raise UsageError(f"--out {out}: it is a folder, give a file in it")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
 
@@ -50,7 +50,7 @@ def refuse_streams(out: Path, what: str) -> None:
     """
     for descriptor, why in _STREAMS.items():
         if is_stream(out, descriptor):
-            raise UsageError(f"--out {out}: {what} goes to a file of its own, since {why}")
+            raise UsageError(f"--out {out}: {what} needs a file of its own, because {why}")
 
 
 def is_stream(out: Path, descriptor: int) -> bool:

@@ -63,8 +63,8 @@ def saying_untimed(
     for record in records:
         if isinstance(record, Header) and (num := record.facts.clock.num_untimed_steps):
             warn(
-                f"{name_of(file)} is simulated, and {num:,} of its steps are unlike all that were "
-                "recorded: they take no time in it, so read no times from it"
+                f"{name_of(file)} is simulated, and {num:,} of its steps are unlike any "
+                "recorded step: they have no simulated time, so do not read times from it"
             )
         yield record
 
@@ -84,7 +84,7 @@ def saying_unknown_codes(
     for (tag, field, code), number in found.items():
         warn(
             f"{file}: {field} is {code!r} in {number:,} events {tag}: nvtrace does not know this "
-            "code, and has not checked what it decides"
+            "code, and has not checked the decisions with it"
         )
 
 

@@ -33,26 +33,26 @@ def replay(
         View | None, typer.Option(help="What to show; by default all but the log.")
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A..B", help="These steps only: 17, 100..150, 100.., ..9.")
+        str | None, typer.Option(metavar="A..B", help="Only these steps: 17, 100..150, 100.., ..9.")
     ] = None,
     seq: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="This request only (may be repeated).")
+        list[int] | None, typer.Option(metavar="ID", help="Only this request (may be repeated).")
     ] = None,
     event: Annotated[
         str | None,
-        typer.Option(metavar="GLOB", help="The log of these events: 'SCHEDULE_*', preempt ..."),
+        typer.Option(metavar="GLOB", help="Only these events: 'SCHEDULE_*', preempt ..."),
     ] = None,
     unfold: Annotated[
-        bool, typer.Option("--unfold", help="Give every step a row of its own.")
+        bool, typer.Option("--unfold", help="Show every step in its own row.")
     ] = False,
     speed: Annotated[
         str | None,
-        typer.Option(metavar="1x|10x|max", help="Play the steps in time (on a terminal)."),
+        typer.Option(metavar="1x|10x|max", help="Play the steps in real time (on a terminal)."),
     ] = None,
     interactive: Annotated[
         bool,
         typer.Option(
-            "--interactive", "-i", help="Browse it with keys, step by step (? lists them)."
+            "--interactive", "-i", help="Browse it with keys, step by step (? lists the keys)."
         ),
     ] = False,
     lang: LangOption = None,
@@ -60,7 +60,7 @@ def replay(
         bool, typer.Option("--json", help="One JSON object per step (or per event of the log).")
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="The step table with tabs, without colours.")
+        bool, typer.Option("--plain", help="The step table with tabs, no colours.")
     ] = False,
 ) -> None:
     """Show a recorded run: timeline, steps, totals, or its log; or browse it with keys.
@@ -88,12 +88,12 @@ def replay(
     if view is None:
         view = View.LOG if event is not None else View.ALL
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     if plain and view is View.TIMELINE:
-        raise UsageError("--plain has no timeline: leave out --view, or use --json")
+        raise UsageError("--plain has no timeline: remove --view, or use --json")
     if event is not None and view in {View.ALL, View.TIMELINE}:
         raise UsageError(
-            f"--event picks from the log or the steps: use it with --view log or steps, not {view}"
+            f"--event selects log lines or steps: use it with --view log or steps, not {view}"
         )
     screen = Replay(
         file,
@@ -121,4 +121,4 @@ def _refuse(options: dict[str, object]) -> None:
     """Complain about what has no meaning where all of a trace can be browsed."""
     given = [name for name, value in options.items() if value]
     if given:
-        raise UsageError(f"--interactive shows all there is, on a terminal: leave out {given[0]}")
+        raise UsageError(f"--interactive shows the whole trace on a terminal: remove {given[0]}")

@@ -46,37 +46,39 @@ _LARGEST_SEED = 2**64 - 1
 
 def run(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The scenario; --list names them.")
+        str | None, typer.Argument(metavar="NAME", help="The scenario; --list shows them all.")
     ] = None,
     *,
-    list_: Annotated[bool, typer.Option("--list", help="Name the scenarios.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     model: Annotated[
         Path | None, typer.Option(help="Folder of a Qwen3 model; by default the tiny one.")
     ] = None,
     out: Annotated[
         Path,
         typer.Option(
-            help="Where the trace goes; .gz and .zst are compressed; one that is there is renamed."
+            help="The trace file; .gz and .zst are compressed; an existing file is renamed."
         ),
     ] = DEFAULT_TRACE,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="Ask this instead of all that NAME asks (may be repeated)."
+            metavar="TEXT", help="Use this prompt instead of NAME's prompts (may be repeated)."
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate, at most.")
+        int | None, typer.Option(min=1, help="The most tokens to generate.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 takes the likeliest token.")
+        float | None, typer.Option(min=0.0, help="0 takes the most likely token.")
     ] = None,
     chat_template_kwargs: ChatTemplateOption = None,
     enable_thinking: ThinkingOption = None,
     policy: Annotated[
         str | None, typer.Option(help=f"What goes into a step: {', '.join(POLICIES)}.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Of all random draws.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of all random draws.")
+    ] = 0,
     tp: Annotated[
         int, typer.Option(min=1, max=1024, metavar="N", help="Processes that share the model.")
     ] = 1,
@@ -88,12 +90,12 @@ def run(
     json: Annotated[
         bool, typer.Option("--json", help="The answers (or the list) as JSON.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answers only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answers.")] = False,
 ) -> None:
     """Run a scenario, watch it, and record its trace.
 
-    Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 --check found
-    something, 2 wrong usage, 5 the run failed, 130 interrupted (the trace is whole up to the last
+    Answers go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 --check has
+    findings, 2 wrong usage, 5 the run failed, 130 interrupted (the trace is complete up to the last
     step).
     """
     with interrupts_end_it():
@@ -204,9 +206,9 @@ def _fault(recorder: Recorder, place: Path) -> str | None:
     if sink.is_removed:
         return f"{place} was removed while it was written: there is no trace"
     if sink.error is not None:
-        return f"{place} is not whole, {sink.num_lost} lines could not be written: {sink.error}"
+        return f"{place} is incomplete, {sink.num_lost} lines could not be written: {sink.error}"
     if recorder.failure is not None:
-        return f"{place} is not whole: the recorder's {recorder.failure}"
+        return f"{place} is incomplete: the recorder's {recorder.failure}"
     return None
 
 
@@ -326,7 +328,9 @@ def _check_outs(out: Path, num_ranks: int) -> None:
     refuse_streams(out, "a trace")
     check_out(out)
     if num_ranks > 1 and out.exists() and not out.is_file():
-        raise UsageError(f"--out {out} is no plain file: with --tp, each rank writes one beside it")
+        raise UsageError(
+            f"--out {out} is not a regular file: with --tp, each rank writes a file beside it"
+        )
     for rank in range(1, num_ranks):
         path = rank_path(out, rank)
         refuse_streams(path, f"rank {rank}'s trace")
@@ -361,14 +365,14 @@ def _check_prompts(prompts: list[str]) -> None:
 
 def _check_policy(policy: str | None) -> None:
     if policy is not None and policy not in POLICIES:
-        raise UsageError(f"--policy {policy}: it is one of {', '.join(POLICIES)}")
+        raise UsageError(f"--policy {policy}: it must be one of {', '.join(POLICIES)}")
 
 
 def _check_device(device: str) -> None:
     from nanovllm.utils.devices import resolve_device  # noqa: PLC0415 - --help needs no engine
 
     if device not in {"auto", "cpu", "cuda"}:
-        raise UsageError(f"--device {device}: it is one of auto, cpu, cuda")
+        raise UsageError(f"--device {device}: it must be one of auto, cpu, cuda")
     try:
         resolve_device(device)
     except ValueError as error:
@@ -380,6 +384,6 @@ def _unknown(name: str | None, names: list[str]) -> str:
 
     known = f"the scenarios are {', '.join(names)} (see nvtrace run --list)"
     if name is None:
-        return f"which one? {known}"
+        return f"no scenario was given: {known}"
     near = get_close_matches(name, names, n=1)
-    return f"no scenario is called {name}: " + (f"did you mean {near[0]}?" if near else known)
+    return f"there is no scenario {name}: " + (f"did you mean {near[0]}?" if near else known)

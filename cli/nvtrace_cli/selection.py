@@ -43,7 +43,7 @@ class Selection:
         pattern = None if event_glob is None else event_glob.upper()
         if pattern is not None and not fnmatch.filter(ev.EVENT_TYPES, pattern):
             raise UsageError(
-                f"--event {event_glob}: no event has such a name; `nvtrace events` lists them"
+                f"--event {event_glob}: no event has such a name; `nvtrace events` lists them all"
             )
         return cls(first, last, frozenset(seq_ids) or None, pattern)
 
@@ -97,7 +97,7 @@ class Selection:
         """
         if run.last_step is not None and not any(self.has_step(step.index) for step in run.steps):
             extent = f"steps {run.first_step} to {run.last_step}"
-            raise UsageError(f"--steps picks none: {name} has {extent}")
+            raise UsageError(f"--steps selects no step: {name} has {extent}")
         missing = sorted((self.seq_ids or frozenset()) - run.requests.keys())
         if missing:
             known = (

@@ -27,24 +27,25 @@ def stats(
     ],
     *,
     limit: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Rows of the table of requests, at most.")
+        int, typer.Option(min=0, metavar="N", help="Most rows in the table of requests.")
     ] = 20,
     lang: LangOption = None,
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per ended request, the run's last.")
+        bool,
+        typer.Option("--json", help="One JSON object per ended request; the run's is the last."),
     ] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Two tables with tabs: all requests, then the run.")
     ] = False,
 ) -> None:
-    """Measure a recorded run: latencies, throughput, batches, KV pages.
+    """Measure a recorded run: latencies, throughput, batches, KV blocks.
 
     TTFT, ITL, TPOT, queue, prefill, decode and end-to-end times are vLLM's and OpenTelemetry's;
     docs/en/metrics.md defines each. Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     from nvtrace_cli.views import stats as view  # noqa: PLC0415 - --help needs no rich
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
 

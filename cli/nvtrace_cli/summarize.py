@@ -80,7 +80,7 @@ def summarize_steps(
 @contextmanager
 def _understood(run: RunSummary) -> Iterator[None]:
     """What cannot be made sense of is the trace's fault."""
-    where = f"event {run.num_events} or one soon before it"
+    where = f"event {run.num_events} or one shortly before it"
     try:
         yield
     except KeyError as error:

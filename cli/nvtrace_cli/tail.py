@@ -19,21 +19,22 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 def tail(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The trace, there or not yet; .gz and .zst too.")
+        str,
+        typer.Argument(metavar="FILE", help="The trace, even before it exists; .gz and .zst too."),
     ],
     *,
     event: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="These events only: 'SCHEDULE_*', preempt ..")
+        str | None, typer.Option(metavar="GLOB", help="Only these events: 'SCHEDULE_*', preempt ..")
     ] = None,
     seq: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="This request only (may be repeated).")
+        list[int] | None, typer.Option(metavar="ID", help="Only this request (may be repeated).")
     ] = None,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
-    """Follow a run's log while the run goes on, up to its end.
+    """Follow the log of a run while it goes on, until it ends.
 
-    Ctrl-C stops watching, and not the run. Exit codes: 0 the run has ended, 2 wrong usage, 3 not a
+    Ctrl-C stops this command, not the run. Exit codes: 0 the run has ended, 2 wrong usage, 3 not a
     readable trace, 4 a trace newer than this nvtrace, 130 stopped.
     """
     from nvtrace.follow import follow_trace  # noqa: PLC0415 - --help needs no msgspec

@@ -43,9 +43,11 @@ def refuse_unless_terminal() -> None:
     """
     for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
         if stream is None or not stream.isatty():
-            raise UsageError(f"--interactive needs a terminal, and {name} is none")
+            raise UsageError(f"--interactive needs a terminal, and {name} is not one")
     if os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
-        raise UsageError("--interactive draws on the whole screen, and TERM says it cannot be done")
+        raise UsageError(
+            "--interactive draws on the whole screen, and this terminal (TERM) cannot do that"
+        )
 
 
 @contextmanager

@@ -23,24 +23,23 @@ def validate(
     ],
     *,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every fault, not the first twenty.")
+        bool, typer.Option("--all", help="Show every error, not only the first twenty.")
     ] = False,
     lang: LangOption = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per fault.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per error.")] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="One fault a line, with tabs, without colours.")
+        bool, typer.Option("--plain", help="One error a line, with tabs, no colours.")
     ] = False,
 ) -> None:
     """Check every line of a trace against the schema and the rules of its envelope.
 
-    Whether the events make sense together is what `nvtrace check` finds out. Exit codes: 0 every
-    line is right, 1 some are not, 2 wrong usage, 3 there is no trace to read, 4 a trace newer than
-    this nvtrace.
+    `nvtrace check` tells whether the events are consistent. Exit codes: 0 every line is valid, 1
+    some are not, 2 wrong usage, 3 there is no trace to read, 4 a trace newer than this nvtrace.
     """
     from nvtrace_cli.views import validate as view  # noqa: PLC0415 - --help needs no rich
 
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     faults = view.Faults(file, words(lang), warn=lambda message: say(f"warning: {message}"))
     if json:
         num_faults = faults.print_json()

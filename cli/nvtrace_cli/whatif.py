@@ -39,7 +39,7 @@ def whatif(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Set this otherwise (may be repeated: all of them at once). "
+            help="Change this setting (may be repeated: all of them together). "
             "max_num_batched_tokens, max_num_seqs, max_model_len, kvcache_block_size, "
             "num_kvcache_blocks, enable_prefix_caching, policy.",
         ),
@@ -48,12 +48,14 @@ def whatif(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE,...",
-            help="A case of its own, as 'policy=mixed,max_num_seqs=8' (may be repeated).",
+            help="A separate case, such as 'policy=mixed,max_num_seqs=8' (may be repeated).",
         ),
     ] = None,
     arrivals: Annotated[
         ArrivalsBy,
-        typer.Option(help="Requests come before the step of the same number, or at their time."),
+        typer.Option(
+            help="Requests arrive before the step of the same number, or at their recorded time."
+        ),
     ] = ArrivalsBy.STEP,
     out: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Keep the trace of the simulated run.")
@@ -66,10 +68,10 @@ def whatif(
         bool, typer.Option("--plain", help="Two tables with tabs: the runs, then the fits.")
     ] = False,
 ) -> None:
-    """Run a recorded workload again under other settings, with the engine's own scheduler.
+    """Rerun a recorded workload with other settings, with the engine's own scheduler.
 
-    The recorded tokens stand in for the model. Step times are simulated: learned from the trace,
-    and left out where nothing like it was recorded. Data goes to stdout, messages to stderr. Exit
+    The recorded tokens replace the model. Step times are simulated: fitted to the trace, and left
+    out where no similar step was recorded. Data goes to stdout, messages to stderr. Exit
     codes: 0 shown, 2 wrong usage, or a question that the trace cannot answer, 3 not a readable
     trace, 4 a trace newer than this nvtrace, 5 the simulated trace could not be written.
     """
@@ -80,7 +82,7 @@ def whatif(
     from nvtrace_cli.views import whatif as view  # noqa: PLC0415 - nor rich
 
     if json and plain:
-        raise UsageError("--json and --plain are two answers to one question: give one")
+        raise UsageError("--json and --plain cannot be used together: give one of them")
     if out is not None:
         refuse_streams(out, "a trace")
     try:
@@ -88,7 +90,9 @@ def whatif(
         if changes:
             cases.insert(0, parse_changes(changes))
         if out is not None and len(cases) > 1:
-            raise UsageError(f"--out keeps one run, and {len(cases)} cases are asked for: give one")
+            raise UsageError(
+                f"--out keeps the trace of one run, but there are {len(cases)} cases: give one"
+            )
         records = saying_whose(read_trace(file, warn=_warn), file, _warn)
         recording = read_recording(records)
         all_settings = [recording.settings.changed(each) for each in cases]
@@ -151,7 +155,7 @@ def _open(out: Path) -> Sink:
     with writing(out, UsageError):
         sink, kept = open_sink(out, report=say)
     if kept is not None:
-        say(f"{out} was there already: it is now {kept}")
+        say(f"{out} already existed: it is now {kept}")
     return sink
 
 
@@ -159,11 +163,11 @@ def _say_how_it_went(sink: Sink, outcome: Outcome, name: str) -> None:
     if sink.is_removed:
         raise RunFailedError(f"{name} was removed while it was written: there is no trace")
     if sink.error is not None:
-        raise RunFailedError(f"{name} is not whole ({sink.error})")
+        raise RunFailedError(f"{name} is incomplete ({sink.error})")
     if outcome.num_untimed:
         say(
-            f"warning: {name}: {outcome.num_untimed} steps have no simulated time and take none: "
-            "read no times from it"
+            f"warning: {name}: {outcome.num_untimed} steps have no simulated time: "
+            "do not read times from it"
         )
     say(f"simulated trace: {name}")
 

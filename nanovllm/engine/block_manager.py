@@ -223,7 +223,7 @@ class BlockManager:
         held = [0] * self.num_blocks
         for seq in seqs:
             table = seq.block_table
-            assert len(set(table)) == len(table), f"{seq} holds a page twice: {table}"
+            assert len(set(table)) == len(table), f"{seq} holds a block twice: {table}"
             for block_id in table:
                 held[block_id] += 1
         assert held == self.ref_counts, f"tables hold {held}, ref_counts say {self.ref_counts}"

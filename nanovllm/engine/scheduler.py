@@ -98,7 +98,7 @@ class Scheduler:
         self.policy(self, batch)
         if not batch:
             raise RuntimeError(
-                f"the policy chose nobody: {len(self.waiting)} wait and {len(self.running)} run"
+                f"the policy chose no request: {len(self.waiting)} wait and {len(self.running)} run"
             )
         match batch.phase:
             case "prefill":
@@ -285,13 +285,13 @@ class Scheduler:
         """
         self.block_manager.check([*self.waiting, *self.running])
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} are running"
-        assert not {*self.waiting} & {*self.running}, "a sequence sits in both queues"
+        assert not {*self.waiting} & {*self.running}, "a sequence is in both queues"
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, f"{seq} waits"
-            assert not seq.block_table, f"{seq} waits with pages"
+            assert not seq.block_table, f"{seq} waits but holds blocks"
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, f"{seq} runs"
             assert 0 <= seq.num_computed_tokens < seq.num_tokens, f"{seq} has nothing to compute"
             held = len(seq.block_table) * self.block_manager.block_size
-            assert held >= seq.num_tokens - 1, f"{seq} has more tokens than pages"
+            assert held >= seq.num_tokens - 1, f"{seq} has more tokens than its blocks hold"
             assert seq.num_tokens < self.max_model_len, f"{seq} is past max_model_len"

@@ -144,7 +144,7 @@ class FusedQwen3:
         inner = attention.attn
         k_cache, v_cache = inner.k_cache, inner.v_cache
         if k_cache is None or v_cache is None:
-            raise RuntimeError("the KV cache must be in place before a fused step")
+            raise RuntimeError("the KV cache must be set before a fused step")
         num_heads, num_kv_heads = inner.num_heads, inner.num_kv_heads
         k = None
         if context.block_tables is None:  # nothing is cached: attention takes K and V as they come

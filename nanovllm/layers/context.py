@@ -89,6 +89,6 @@ def get_context() -> Context:
         return _current_context.get()
     except LookupError:
         raise RuntimeError(
-            "No step is being computed: attention and the head need to know which. "
+            "No step is being computed, and attention and the head need its context. "
             "Call the model inside `with forward_context(Context(...)):`."
         ) from None

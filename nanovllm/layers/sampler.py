@@ -175,6 +175,6 @@ def _splitmix64(x: int) -> int:
 def broken_logits(row: int) -> LogitsError:
     """What is wrong with a row from which nothing can be drawn."""
     return LogitsError(
-        f"Row {row} of the logits has no largest finite number (it holds NaN, say): the model's "
+        f"Row {row} of the logits has no largest finite number (it may hold NaN): the model's "
         "weights or its computation are broken."
     )

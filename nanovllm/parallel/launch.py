@@ -46,7 +46,7 @@ class Launch:
             return None
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         if rank >= world_size:
-            raise ValueError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}")
+            raise ValueError(f"the environment has RANK={rank} of WORLD_SIZE={world_size}")
         return cls(
             rank,
             world_size,

@@ -116,15 +116,15 @@ class Lockstep(Ranks):
         except ContactLostError as error:
             self.parallel.close()
             self._ended = (
-                f"{error}: one of them died, raised, or did not come within "
-                f"{self.parallel.timeout:g} s (distributed_timeout); what it printed says why"
+                f"{error}: one of them ended, raised, or did not answer within "
+                f"{self.parallel.timeout:g} s (distributed_timeout); see what it printed"
             )
             raise WorkerError(self._ended) from error
         except BaseException as error:
             self.parallel.close()
             self._ended = (
-                f"rank {self.parallel.rank} left a step half done ({type(error).__name__}: "
-                f"{error}), so the ranks are no longer in step; start them anew"
+                f"rank {self.parallel.rank} failed within a step ({type(error).__name__}: "
+                f"{error}), so the ranks no longer agree; start them all again"
             )
             raise
 
@@ -140,7 +140,7 @@ def rank_device(device: str, local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise ValueError(
-            f"rank {local_rank} of this machine has no GPU to compute on, torch sees {num_gpus}: "
+            f"rank {local_rank} of this machine has no GPU, because torch sees only {num_gpus}: "
             f"set tensor_parallel_size to {num_gpus} or less, or device='cpu'"
         )
     return torch.device(device, local_rank)

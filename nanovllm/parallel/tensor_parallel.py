@@ -207,7 +207,7 @@ class TensorParallel:
             if end.query():  # type: ignore[no-untyped-call]
                 return
             if self.is_any_gone is not None and self.is_any_gone():
-                raise self._lost() from TimeoutError("a collective waits for one that has ended")
+                raise self._lost() from TimeoutError("a collective waits for a rank that has ended")
             _NEVER.wait(_SECONDS_BETWEEN_LOOKS)
         raise self._lost() from TimeoutError(f"a collective has waited for {limit:g} s")
 
@@ -319,7 +319,7 @@ def connect(
         else:
             group = _gloo_group(store, rank, world_size, timeout, is_one_machine=is_one_machine)
     except RuntimeError as error:
-        raise ContactLostError(f"rank {rank} did not meet the others") from error
+        raise ContactLostError(f"rank {rank} did not connect to the others") from error
     return TensorParallel(rank, world_size, device, backend, group, timeout)
 
 

@@ -204,7 +204,7 @@ class WorkerGroup(Ranks):
 
     def _end(self, why: str, *, is_polite: bool) -> None:
         if self._ended is None:
-            self._ended = f"this engine is over, make a new LLM: {why}"
+            self._ended = f"this engine has ended, make a new LLM: {why}"
             atexit.unregister(self._finalizer)
             if self._finalizer.detach() is not None:
                 with interrupts_deferred():  # or a worker that hangs would be left behind
@@ -218,7 +218,7 @@ class WorkerGroup(Ranks):
             try:
                 connection.send_bytes(content)
             except OSError as error:
-                raise ContactLostError(f"rank {rank} does not listen: {error}") from error
+                raise ContactLostError(f"rank {rank} does not receive: {error}") from error
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[None]:
@@ -238,7 +238,7 @@ class WorkerGroup(Ranks):
             self._end(str(cause), is_polite=False)
             raise cause from error
         except BaseException as error:
-            why = f"rank 0 left a {what} half done: {type(error).__name__}: {error}"
+            why = f"rank 0 failed within a {what}: {type(error).__name__}: {error}"
             self._end(why, is_polite=False)
             raise
 

@@ -58,7 +58,7 @@ def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple
     has_bfloat16 = device == "cpu" or capability >= FIRST_WITH_BFLOAT16
     if asked == "bfloat16" and not has_bfloat16:
         raise ValueError(
-            f"this GPU (compute capability {capability[0]}.{capability[1]}) does not compute in "
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) does not support "
             "bfloat16: use dtype='float16' or dtype='auto'"
         )
     if asked != "auto":
@@ -102,16 +102,16 @@ def no_block_fits(budget: KVBudget) -> KVCacheError:
     is_gpu = limit is None
     step_bytes = int(total * budget.utilization) - used - budget.available_bytes if is_gpu else 0
     a_steps = f" - {step_bytes / GIB:.2f} GiB for a step's own tensors" if is_gpu else ""
-    page_bytes = budget.block_bytes * (1 if is_gpu else budget.num_local_ranks)
-    enough = math.ceil(1000 * (used + step_bytes + page_bytes) / total) / 1000
-    can_raise = enough <= 1 and (limit is None or page_bytes <= limit)
+    all_ranks_bytes = budget.block_bytes * (1 if is_gpu else budget.num_local_ranks)
+    enough = math.ceil(1000 * (used + step_bytes + all_ranks_bytes) / total) / 1000
+    can_raise = enough <= 1 and (limit is None or all_ranks_bytes <= limit)
     raising = f"raise gpu_memory_utilization to {enough:g}, " if can_raise else ""
     lowering = "lower max_num_batched_tokens, " if is_gpu else ""
     lowering += "lower kvcache_block_size, " if budget.available_bytes > 0 else ""
     return KVCacheError(
-        f"no KV page fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
+        f"no KV block fits: {total / GIB:.2f} GiB of memory x gpu_memory_utilization="
         f"{budget.utilization} - {used / GIB:.2f} GiB in use (by all programs){a_steps} leaves "
-        f"{budget.available_bytes / GIB:.2f} GiB, and a page of {budget.block_size} tokens takes "
+        f"{budget.available_bytes / GIB:.2f} GiB, and a block of {budget.block_size} tokens takes "
         f"{budget.block_bytes / GIB:.3f} GiB; free some memory, {raising}{lowering}or set "
         "num_kvcache_blocks"
     )
@@ -121,7 +121,7 @@ def too_many_blocks(budget: KVBudget, device: torch.device) -> KVCacheError:
     """Say that so many KV blocks cannot be allocated, and what to do."""
     size = budget.num_blocks * budget.block_bytes / GIB
     return KVCacheError(
-        f"the {budget.num_blocks} KV pages take {size:.2f} GiB, which {device} does not give: "
+        f"the {budget.num_blocks} KV blocks take {size:.2f} GiB, which {device} cannot allocate: "
         "lower num_kvcache_blocks"
     )
 

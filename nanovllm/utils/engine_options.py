@@ -24,7 +24,7 @@ _COUNT = partial(whole_number, at_least=1, below=2**31)
 def _length(name: str, value: object) -> int:
     number = _COUNT(name, value)
     if number == 1:
-        raise ValueError("max_model_len must be at least 2: one token in, one out")
+        raise ValueError("max_model_len must be at least 2: one prompt token and one more")
     return number
 
 
@@ -73,7 +73,7 @@ def check_split(num_ranks: int, model: ModelConfig) -> None:
         possible = [str(number) for number in numbers if _obstacle(number, model) is None]
         raise ValueError(
             f"this model cannot be split by tensor_parallel_size={num_ranks}: {obstacle}; "
-            f"it can be by {', '.join(possible)}"
+            f"it can be split by {', '.join(possible)}"
         )
 
 

@@ -46,7 +46,7 @@ def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
                 return
             why = f"it is {pointers[0]} in its folder, or download the file"
         else:  # a pipe would wait for somebody to write, so it is not opened
-            why = "it is a folder" if stat.S_ISDIR(mode) else "it is no ordinary file"
+            why = "it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file"
     except (OSError, ValueError) as error:
         why = explain(error, file)
     raise refusal(f"{file} cannot be read: {why}.")

@@ -66,7 +66,7 @@ class InputProcessor:
         token_ids(list(sampling_params.stop_token_ids or ()), self.vocab_size)
         if (sampling_params.logprobs or 0) > self.vocab_size:
             raise ValueError(
-                f"logprobs={sampling_params.logprobs} asks for more tokens than the vocabulary "
+                f"logprobs={sampling_params.logprobs} is more than the vocabulary "
                 f"has: at most {self.vocab_size}"
             )
         if sampling_params.stop:
@@ -121,9 +121,9 @@ def check_fits(
     need, have = pool.blocks_for(longest), pool.num_blocks
     if need > have:
         raise RequestRefusedError(
-            f"the request may grow to {longest} tokens in the KV cache = {need} pages of "
-            f"{pool.block_size}, but the pool has {have}: lower max_tokens, shorten the prompt, or "
-            f"raise num_kvcache_blocks to {need}",
+            f"the request may grow to {longest} tokens in the KV cache = {need} blocks of "
+            f"{pool.block_size} tokens, but the pool has {have}: lower max_tokens, shorten the "
+            f"prompt, or raise num_kvcache_blocks to {need}",
             reason="never_fits",
             need=need,
             have=have,

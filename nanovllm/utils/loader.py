@@ -162,8 +162,8 @@ def check_sizes(folder: str | os.PathLike[str], config: ModelConfig) -> None:
     num_layers = len({layer[0] for name in stored if (layer := LAYER.match(name))})
     if config.num_hidden_layers > num_layers:
         raise WeightsError(
-            f"{folder} lacks model.layers.{num_layers}.* and what comes after. Is the checkpoint "
-            "complete, and does config.json belong to it (look at num_hidden_layers = "
+            f"{folder} lacks model.layers.{num_layers}.* and the layers after it. Is the "
+            "checkpoint complete, and does config.json belong to it (look at num_hidden_layers = "
             f"{config.num_hidden_layers})?"
         )
     for own_name, fields in SHAPE_FIELDS.items():
@@ -181,7 +181,7 @@ def read_checkpoint(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     for name, file_name in index.items():
         if name not in stored or stored[name].file.name != file_name:
             raise WeightsError(
-                f"{folder / INDEX_FILE} says that {name} is in {file_name}, but it is not; "
+                f"{folder / INDEX_FILE} says that {name} is in {file_name}, which lacks it; "
                 "download both again."
             )
     return files, {name: stored[name] for name in stored if not name.endswith(UNUSED)}
@@ -208,7 +208,7 @@ def find_files(folder: Path, index: dict[str, str]) -> list[Path]:
         return weights
     others = [file.name for file in files if file.suffix in {".bin", ".pt", ".pth"}]
     found = f" (only {_some(others)}: convert to safetensors first)" if others else ""
-    raise WeightsError(f"{folder} holds no .safetensors file{found}.")
+    raise WeightsError(f"{folder} has no .safetensors file{found}.")
 
 
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
@@ -229,7 +229,7 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
                     stored[name] = StoredTensor(file, shape, header.get_dtype())
         except (SafetensorError, OSError) as error:
             raise WeightsError(
-                f"{file} is no whole safetensors file: {error}. Perhaps it is cut off; "
+                f"{file} is not a complete safetensors file: {error}. It may be cut off; "
                 "download it again."
             ) from error
     return stored
@@ -273,7 +273,7 @@ def _read_index(file: Path) -> dict[str, str]:
         raise WeightsError(f"{file} must have a weight_map from tensor names to file names.")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name:
-            raise WeightsError(f"{file}: weight_map.{name} = {file_name!r} is no file name.")
+            raise WeightsError(f"{file}: weight_map.{name} = {file_name!r} is not a file name.")
     return weight_map
 
 
@@ -296,7 +296,7 @@ def _check_names(
         if found := [name for name in unknown if f".{name}".endswith(f".{bare}")]:
             kind = "a model without a head, for embeddings" if found[0] == bare else "another model"
             raise WeightsError(
-                f"{folder} holds {found[0]} in the place of {missing[0]}: it may be {kind}. Take a "
+                f"{folder} holds {found[0]} instead of {missing[0]}: it may be {kind}. Take a "
                 "checkpoint that generates text (saved from Qwen3ForCausalLM)."
             )
         module_name = destinations[missing[0]].module_name

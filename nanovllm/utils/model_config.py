@@ -112,11 +112,11 @@ class ModelConfig:
             return
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in SIZE_FIELDS)
         raise ModelConfigError(
-            f"{folder}/config.json describes a model that does not fit: {self.num_parameters} "
-            f"parameters of {bytes_per_parameter} bytes ({weight_bytes / GIB:.4g} GiB) and a table "
-            f"of {num_positions} positions ({table_bytes / GIB:.4g} GiB), where the memory has "
-            f"{total_bytes / GIB:.4g} GiB; if {sizes} are right, take a smaller model, dtype or "
-            "max_model_len."
+            f"{folder}/config.json describes a model that does not fit into memory: "
+            f"{self.num_parameters} parameters of {bytes_per_parameter} bytes "
+            f"({weight_bytes / GIB:.4g} GiB) and a table of {num_positions} positions "
+            f"({table_bytes / GIB:.4g} GiB), but the memory has {total_bytes / GIB:.4g} GiB; "
+            f"if {sizes} are right, take a smaller model, dtype or max_model_len."
         )
 
     @classmethod
@@ -136,7 +136,9 @@ class ModelConfig:
         num_attention_heads = fields.count("num_attention_heads")
         max_position_embeddings = fields.count("max_position_embeddings")
         is_enough = max_position_embeddings > 1
-        fields.require("max_position_embeddings", is_enough, "must be at least 2: one in, one out")
+        fields.require(
+            "max_position_embeddings", is_enough, "must be at least 2: a prompt and one more"
+        )
         vocab_size = fields.count("vocab_size")
         _check_layer_types(fields, num_hidden_layers)
         rope_theta, rope_scaling = read_rope(fields, max_position_embeddings)
@@ -185,7 +187,7 @@ def _read_json(file: Path, *, optional: bool = False) -> JsonFields:
     if not is_there(file):
         if optional:
             return JsonFields(file, {})
-        raise ModelConfigError(f"{file.parent} has no {file.name}; is it the folder of a model?")
+        raise ModelConfigError(f"{file.parent} has no {file.name}; is it a model folder?")
     content = read_json(file, ModelConfigError)
     if not isinstance(content, dict):
         raise ModelConfigError(f"{file} must hold a JSON object, not {type(content).__name__}.")
@@ -228,7 +230,7 @@ def _head_dim(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
     )
     fields.require("head_dim", is_known, what)
     head_dim = fields.count("head_dim", default=hidden_size // num_heads)
-    what = f"must be even, since RoPE turns pairs of numbers; it is {head_dim}"
+    what = f"must be even, because RoPE rotates pairs of numbers; it is {head_dim}"
     fields.require("head_dim", head_dim % 2 == 0, what)
     return head_dim
 

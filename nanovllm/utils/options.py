@@ -140,8 +140,8 @@ def prompt_text(value: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the prompt holds no valid Unicode at character {error.start}: half a surrogate pair, "
-            "as bytes leave that were decoded with errors='surrogateescape'"
+            f"the prompt is not valid Unicode at character {error.start}: half a surrogate pair, "
+            "which comes from bytes decoded with errors='surrogateescape'"
         ) from None
     return text
 

@@ -43,7 +43,7 @@ class Tokenizer:
 
         if not self.exists:  # transformers would make up an empty one
             raise TokenizerError(
-                f"{self.folder} holds no tokenizer: add tokenizer.json and {_CONFIG}, "
+                f"{self.folder} has no tokenizer: add tokenizer.json and {_CONFIG}, "
                 "or give prompts as token ids"
             )
         files = self._check_files()
@@ -58,7 +58,7 @@ class Tokenizer:
                 if file.suffix == ".json":
                     read_json(file, TokenizerError)
             raise TokenizerError(
-                f"{self.folder} holds no tokenizer that transformers can load "
+                f"{self.folder} has no tokenizer that transformers can load "
                 f"({type(error).__name__}: {error}); it needs tokenizer.json and "
                 f"{_CONFIG}, or give prompts as token ids"
             ) from error
@@ -70,8 +70,8 @@ class Tokenizer:
         for choice in (_VOCABULARIES, (_CONFIG,)):  # without it, transformers guesses the kind
             if not any(is_there(folder / name) for name in choice):
                 raise TokenizerError(
-                    f"{folder} holds half a tokenizer: {' or '.join(choice)} is missing; add it, "
-                    "or remove the other tokenizer files and give prompts as token ids"
+                    f"{folder} has an incomplete tokenizer: {' or '.join(choice)} is missing; add "
+                    "it, or remove the other tokenizer files and give prompts as token ids"
                 )
         others = ("special_tokens_map.json", "added_tokens.json", "merges.txt", _TEMPLATE)
         names = (*_VOCABULARIES, _CONFIG, *others)
@@ -110,7 +110,7 @@ class Tokenizer:
                     f"it in {_CONFIG}, or take all of the model's own tokenizer files"
                 )
             raise TokenizerError(
-                f"{self.folder} holds a tokenizer with more tokens than the model has embeddings: "
+                f"{self.folder} has a tokenizer with more tokens than the model has embeddings: "
                 f"the id of {token!r} is {largest}, but config.json says vocab_size = "
                 f"{vocab_size}; take the model's own tokenizer, or give the model more embeddings"
             )
@@ -146,7 +146,7 @@ class Tokenizer:
         if not self.of_transformers.chat_template:
             if kwargs:
                 raise TokenizerError(
-                    f"{self.folder} holds no chat template, so that {', '.join(kwargs)} would "
+                    f"{self.folder} has no chat template, so {', '.join(kwargs)} would "
                     f"change nothing: add {_TEMPLATE}, or leave the chat_template_kwargs out"
                 )
             return self.encode(message)
@@ -156,8 +156,8 @@ class Tokenizer:
             text = str(self.of_transformers.apply_chat_template(turn, **options))
         except Exception as error:
             raise TokenizerError(
-                f"{self.folder} holds a chat template that cannot be filled in "
-                f"({type(error).__name__}: {error}): mend {_TEMPLATE}, the "
+                f"{self.folder} has a chat template that cannot be rendered "
+                f"({type(error).__name__}: {error}): correct {_TEMPLATE}, the "
                 f"chat_template of {_CONFIG}, or the chat_template_kwargs"
             ) from error
         return self._encode(text, special=False)
@@ -193,7 +193,7 @@ class Tokenizer:
         """Raise TokenizerError if no text can be made token by token."""
         if not self.exists:
             raise TokenizerError(
-                f"{need} a tokenizer, and {self.folder} holds none: add "
+                f"{need} a tokenizer, and {self.folder} has none: add "
                 "tokenizer.json and tokenizer_config.json"
             )
         self.token_bytes(0)

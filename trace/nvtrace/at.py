@@ -233,7 +233,7 @@ def inputs_at(state: State, schedule: Schedule) -> Inputs:
             context_lens.append(start + num_new)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise InconsistentTraceError(
-            f"event {schedule.event_id} schedules what has no page: {error}"
+            f"event {schedule.event_id} schedules a request without a block: {error}"
         ) from error
     return Inputs(tuple(runs), tuple(accumulate(num_tokens, initial=0)), tuple(context_lens))
 

@@ -152,7 +152,7 @@ def make(path: Path, existing: Existing) -> Made:
             return Made(OwnFile(os.open(real, _NEW, 0o666)), real, *kept)
         except FileExistsError as error:
             if existing == "error":
-                raise FileExistsError(f"{path} exists: name another file") from error
+                raise FileExistsError(f"{path} exists: give another file") from error
         with taken(real) as found:
             if found is not None and is_plain(found):
                 older = found.lstat()
@@ -313,7 +313,7 @@ def together() -> Iterator[Callable[[Path], Path]]:
             real = _end_of_link(path)
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(real.stat().st_mode):
-                    raise FileExistsError(errno.EEXIST, f"{real} is there, and is no plain file")
+                    raise FileExistsError(errno.EEXIST, f"{real} exists and is not a regular file")
             raw, drafts[real] = undoing.enter_context(_draft(real))
             raw.close()
             return drafts[real]

@@ -151,5 +151,5 @@ def _open_plain(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a regular file")
     return file

@@ -190,7 +190,7 @@ class Sink:
     def _fail(self, error: Exception) -> None:
         if self.error is None:
             self.error = error
-            self.report(f"the trace cannot be written any more ({error}); the run goes on")
+            self.report(f"the trace can no longer be written ({error}); the run goes on")
 
 
 def _report_on_stderr(message: str) -> None:

@@ -192,7 +192,7 @@ class _Parser:
 
     def _name(self, token: _Token) -> str:
         if token.kind != "word" or token.text in _KEYWORDS:
-            raise self._error("expected a name, as free_blocks or event", token)
+            raise self._error("expected a name, such as free_blocks or event", token)
         name = token.text
         if name not in STATE_FIELDS and name not in _EVENT_FIELDS:
             raise self._error(f"no state or event has {name}{_hint(name, _ALL_NAMES)}", token)
@@ -214,11 +214,11 @@ class _Parser:
         """Refuse what could never be: it is a slip of the pen."""
         if name == "event" and value not in ev.EVENT_TYPES:
             hint = _hint(token.text.upper(), list(ev.EVENT_TYPES))
-            raise self._error(f"no event is called {token.text}{hint}", token)
+            raise self._error(f"there is no event {token.text}{hint}", token)
         if name in {"waiting", "running"}:
             raise self._error(f"{name} is a list: ask {token.text} in {name}", token)
         if name in STATE_FIELDS and not isinstance(value, int | float):
-            raise self._error(f"{name} is a number, and {token.text} is none", token)
+            raise self._error(f"{name} is a number, and {token.text} is not", token)
 
     # -- tokens ----------------------------------------------------------------------------------
 

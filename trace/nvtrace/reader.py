@@ -187,7 +187,7 @@ def blocks_of_rank(
     """
     path = rank_path(first_path, rank)
     if not path.is_file():
-        warn(f"{path} is missing: the run had {first.world_size} ranks, and one is left out")
+        warn(f"{path} is missing: the run had {first.world_size} ranks, and this one is left out")
         return
     blocks = read_blocks(path, warn=warn)
     block = next(blocks)
@@ -224,7 +224,7 @@ def _decoded(
         if records is None:
             records, problem = _one_by_one(lines, number, name, has_header=tally.has_header)
         if tally.count(records):  # said at once, since what is made of the rest may fail
-            warn(f"{name}: the processors of record() did not let all events through")
+            warn(f"{name}: the processors of record() dropped some events")
         if records:
             yield records
             del records  # so that they go before the next ones come
@@ -297,7 +297,7 @@ def _check_header(record: Record, name: str | Path) -> None:
         raise UnreadableTraceError(_no_trace(name))
     if not 0 <= record.rank < record.world_size <= _MAX_WORLD_SIZE:
         raise UnreadableTraceError(
-            f"{name} says that it is of rank {record.rank} of {record.world_size}: no run has that"
+            f"{name} has rank {record.rank} of {record.world_size}, which no run has"
         )
     check_version({"version": [*record.version]})
 
@@ -311,21 +311,22 @@ def why_no_text(name: str | Path, first_line: bytes) -> str | None:
 
 
 def _no_trace(name: str | Path) -> str:
-    return f"{name} is not an nvtrace trace: its first line is no header"
+    return f"{name} is not an nvtrace trace: its first line is not a header"
 
 
 def _no_header(name: str | Path, line: bytes, error: Exception) -> str:
-    no_text, told = why_no_text(name, line), _no_trace(name)
+    no_text = why_no_text(name, line)
     if no_text is not None:
         return no_text
     if b'"TRACE_HEADER"' in line and isinstance(error, msgspec.ValidationError):
-        return f"{told} that can be right ({str(error)[:_MAX_MESSAGE_LEN]})"
-    return told
+        why = str(error)[:_MAX_MESSAGE_LEN]
+        return f"{name} is not an nvtrace trace: its first line is not a valid header ({why})"
+    return _no_trace(name)
 
 
 def _broken(name: str | Path, number: int, line: bytes, error: Exception) -> str:
     shown = line[:60].decode("utf-8", "replace")
-    return f"{name}: line {number} is no record ({str(error)[:_MAX_MESSAGE_LEN]}): {shown!r}"
+    return f"{name}: line {number} is not a record ({str(error)[:_MAX_MESSAGE_LEN]}): {shown!r}"
 
 
 def raw_lines(file: BinaryIO, name: str | Path) -> Iterator[tuple[int, bytes, bool]]:
@@ -399,7 +400,7 @@ def open_trace(source: str | Path) -> BinaryIO:
     path = Path(source)
     try:
         if path.is_dir():
-            raise UnreadableTraceError(f"{path} is a folder: name a trace file in it")
+            raise UnreadableTraceError(f"{path} is a folder: give a trace file in it")
         file = path.open("rb")
     except FileNotFoundError as error:
         raise UnreadableTraceError(f"{path}: no such file") from error

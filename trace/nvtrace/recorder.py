@@ -226,7 +226,7 @@ class Recorder(Observer):
     @override
     def engine_init(self, config: Config, model_config: ModelConfig) -> None:
         if self.trace.has_header:
-            raise ValueError("this recorder has an engine already: one record() for each LLM")
+            raise ValueError("this recorder already has an engine: use one record() for each LLM")
         from nvtrace.ranks import shared_run_id  # noqa: PLC0415 - its recorder is one of ours
 
         world_size = config.tensor_parallel_size

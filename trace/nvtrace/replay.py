@@ -103,7 +103,7 @@ class State:
 
     def _engine_ready(self, event: ev.EngineReady) -> None:
         if not 0 <= event.num_kvcache_blocks <= ev.MOST_BLOCKS:
-            raise ValueError(f"no pool has {event.num_kvcache_blocks} pages")
+            raise ValueError(f"no pool has {event.num_kvcache_blocks} blocks")
         self.num_blocks = event.num_kvcache_blocks
         self._clear_pool()
 

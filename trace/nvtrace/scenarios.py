@@ -199,7 +199,7 @@ def check_prompts(scenario: Scenario, options: Options) -> None:
         which = "the prompt" if len(requests) == 1 else "the shortest prompt"
         more = "take a model with more positions"
         if shortest < positions:
-            more = f"use LLM(max_model_len={positions}): the model has so many positions"
+            more = f"use LLM(max_model_len={positions}): the model has {positions} positions"
         raise RequestRefusedError(
             f"{which} has {shortest} tokens, but max_model_len={longest} bounds prompt and "
             f"completion together: shorten it, or {more}",

@@ -160,7 +160,7 @@ class Film:
         if last_step < step:
             raise NoSuchStepError(f"{self.name} has no step {step}: {self._extent()}")
         raise NoSuchStepError(
-            f"step {step} of {self.name} decided nothing: it broke off before its schedule"
+            f"step {step} of {self.name} has no schedule: it failed before it"
             if point == "schedule"
             else f"{self.name} has no step {step}: {self._extent()}"
         )
@@ -349,8 +349,8 @@ def _records_between(path: Path, start: int, stop: int | None) -> Iterator[Recor
                     yield decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise UnreadableTraceError(
-                        f"{path} has changed since it was read: byte {start - len(line)} begins no "
-                        f"record any more ({error})"
+                        f"{path} has changed since it was read: byte {start - len(line)} is no "
+                        f"longer the start of a record ({error})"
                     ) from error
 
 

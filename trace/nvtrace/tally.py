@@ -78,7 +78,7 @@ class Tally:
         """What is to be said of it at its end."""
         if self._unknown:
             kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self._unknown.items()))
-            yield f"{name}: events of a newer nvtrace were passed over: {kinds}"
+            yield f"{name}: events of a newer nvtrace were skipped: {kinds}"
         num_missing, last = self._num_missing, self._last
         if isinstance(last, Footer):
             num_missing -= last.num_dropped
@@ -86,9 +86,9 @@ class Tally:
             num_missing = 0  # all may be meant
         if num_missing > 0:
             missing = f"{num_missing} events are missing"
-            yield f"{name}: {missing}, by the numbers of those that are there"
+            yield f"{name}: {missing}, according to the event ids"
         if self.num_after_footer:
             behind = f"{self.num_after_footer} lines come after the footer"
-            yield f"{name}: {behind}, which should be the last"
+            yield f"{name}: {behind}, which must be the last"
         if self.num_after_footer is None:
             yield f"{name} has no footer: the run was cut off; everything it wrote was read"

@@ -79,8 +79,8 @@ def unpacked(read: Callable[[int], bytes], num_bytes: int = _CHUNK_BYTES) -> Ite
             num_unpacked += len(chunk)
             if num_unpacked > max(HARMLESS_BYTES, MOST_TIMES * source.num_bytes):
                 raise BombError(
-                    f"becomes more than {MOST_TIMES} times larger when it is unpacked: no trace "
-                    "does. If it is one all the same, unpack it first"
+                    f"becomes more than {MOST_TIMES} times larger when it is unpacked, "
+                    "which no trace does. If it is a trace, unpack it yourself first"
                 )
             for start in range(0, len(chunk), num_bytes):
                 yield chunk[start : start + num_bytes]
@@ -88,7 +88,7 @@ def unpacked(read: Callable[[int], bytes], num_bytes: int = _CHUNK_BYTES) -> Ite
     if source.data and not source.is_cut:
         raise UnpackError("what follows is neither gzip nor zstd")
     if source.is_cut and not num_unpacked:
-        raise UnpackError("it was cut off before anything came out of it")
+        raise UnpackError("it was cut off before its first data")
 
 
 class _Source:

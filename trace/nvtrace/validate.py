@@ -163,7 +163,7 @@ def validate(
     if validator.num_unknown:
         warn(f"{name}: {validator.num_unknown} events are of a newer nvtrace")
     if validator.has_gaps:
-        warn(f"{name}: the processors of record() did not let all events through")
+        warn(f"{name}: the processors of record() dropped some events")
     if not validator.has_footer:
         warn(f"{name} has no footer: the run was cut off")
 

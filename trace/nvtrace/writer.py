@@ -111,7 +111,9 @@ class TraceWriter:
         if not self._is_closed:
             self._notes.append((event, now, phase))
         else:
-            self._say_once("the trace is closed; what the engine does from now on is not in it")
+            self._say_once(
+                "the trace is closed; it does not record what the engine does from now on"
+            )
         return now
 
     def add_joined(self, event: BlocksOfSeqs, phase: Phase | None = None) -> None:
@@ -138,7 +140,7 @@ class TraceWriter:
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
-                "this process is a fork, and the trace is its parent's: nothing is added"
+                "this process is a fork, and the trace is its parent's: nothing is recorded here"
             )
             return
         with self._turn:
@@ -212,7 +214,7 @@ class TraceWriter:
         try:
             self._emit(record)
         except BaseException as error:  # a processor's: without it the file is no trace
-            self._lose("what a processor makes of the header or footer", error)
+            self._lose("what a processor returned for the header or footer", error)
             self.sink.take(record)
             if not isinstance(error, Exception):
                 raise

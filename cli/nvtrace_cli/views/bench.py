@@ -138,7 +138,7 @@ def _sameness(result: Result) -> Prose:
     if result.same_tokens is None:
         return Prose((f"Tokens were not compared: {result.not_compared}.", "quiet"))
     if difference is None:
-        return Prose(("All of them generated the same tokens, in every round.", "quiet"))
+        return Prose(("All generated the same tokens in every round.", "quiet"))
     sentence = (
         f"Not the same tokens: request {difference.request}, token {difference.position} of "
         f"{difference.contender} is {difference.token_id}, and {difference.against} has "

@@ -135,7 +135,7 @@ class Replay:
             else:
                 print_line(log_line(record, self.catalog, rank))
         if not is_any_picked:
-            self.warn("no event of the trace is picked by these options")
+            self.warn("these options select no event of the trace")
 
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
         """The run, with the steps in range; and those of them that are picked."""

@@ -61,7 +61,7 @@ def add_rms_norm(
     if residual is not None:
         require_shape((num_tokens, size), residual=residual)
     elif num_parts:
-        raise ValueError("x in parts needs a residual to be added to.")
+        raise ValueError("x in parts needs a residual.")
     normed = torch.empty(num_tokens, size, dtype=weight.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     if num_tokens:

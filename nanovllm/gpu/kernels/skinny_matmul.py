@@ -89,7 +89,7 @@ def skinny_matmul(
         )
     if is_gate_up:
         if num_outputs % 2:
-            raise ValueError(f"weight must be gate over up, but it has {num_outputs} rows.")
+            raise ValueError(f"weight must be gate and up stacked, but it has {num_outputs} rows.")
         num_outputs //= 2
     if norm_weight is not None:
         require_shape((size,), norm_weight=norm_weight)

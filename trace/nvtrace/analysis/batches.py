@@ -134,6 +134,6 @@ def byte_floor(header: Header, bytes_per_second: float) -> Floor:
         kv_heads_here = max(num_kv_heads // header.world_size, 1)
         per_token = 2 * model["num_hidden_layers"] * kv_heads_here * head_dim
     except KeyError as error:
-        raise ValueError(f"the trace's header does not tell the model's {error}") from error
+        raise ValueError(f"the trace's header does not have the model's {error}") from error
     weight_bytes = num_read * num_bytes // header.world_size
     return Floor(weight_bytes, per_token * num_bytes, bytes_per_second)

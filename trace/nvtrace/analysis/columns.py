@@ -55,22 +55,24 @@ class Frame:
         return [column.name for column in self.columns]
 
 
-_RANK = Column("rank", "int64", "", "the process that said it; 0 decides for all")
+_RANK = Column("rank", "int64", "", "the process that recorded it; rank 0 decides for all")
 _STEP = Column("step", "int64", "", "the engine_step")
 _SEQ_ID = Column("seq_id", "int64", "", "the request")
 _PHASE = Column("phase", "category", "", "the step's kind: prefill, decode or mixed")
 
 EVENTS = Frame(
     "events",
-    "an event, by rank and event_id; what else it says is in `trace.table(event)`",
+    "an event, by rank and event_id; its other fields are in `trace.table(event)`",
     "every event that this version knows",
     (
         _RANK,
         Column("event_id", "int64", "", "its number, without gaps within a rank"),
-        Column("event", "category", "", "its name, as SCHEDULE_PREFILL"),
+        Column("event", "category", "", "its name, like SCHEDULE_PREFILL"),
         Column("ts_ns", "int64", "ns", "when, since its rank's anchor: headers[rank].clock"),
         Column("step", "Int64", "", "the engine_step; NA between two steps"),
-        Column("phase", "category", "", "the part of a run it belongs to, as bootstrap or decode"),
+        Column(
+            "phase", "category", "", "the part of a run it belongs to, like bootstrap or decode"
+        ),
         Column("reason", "category", "", "the code of its reason; NA where there is none"),
         Column("seq_id", "Int64", "", "the one request it is about; NA for none or several"),
     ),
@@ -84,33 +86,33 @@ STEPS = Frame(
         _STEP,
         _RANK,
         Column(
-            "event_id", "int64", "", "of the event that decided it; of how it ran, above rank 0"
+            "event_id", "int64", "", "of the event that schedules it; above rank 0, that runs it"
         ),
         _PHASE,
         Column("reason", "category", "", "why it was of this kind"),
         Column("start_ns", "int64", "ns", "its beginning: ts_ns - wall_ns"),
-        Column("ts_ns", "int64", "ns", "its end; of its last event if it broke off"),
+        Column("ts_ns", "int64", "ns", "its end; the last event's time if it failed"),
         Column("num_seqs", "int64", "requests", "the batch"),
         Column("num_batched_tokens", "int64", "tokens", "computed in it, prompts and decodes"),
         Column("num_prefill_tokens", "Int64", "tokens", "of them, tokens of prompts"),
         Column("num_decode_tokens", "Int64", "tokens", "of them, one for each decoding request"),
-        Column("num_context_tokens", "Int64", "tokens", "attended to: KV read, the new ones too"),
-        Column("token_budget", "Int64", "tokens", "that it might have computed"),
+        Column("num_context_tokens", "Int64", "tokens", "attended to, the new ones included"),
+        Column("token_budget", "Int64", "tokens", "that it was allowed to compute"),
         Column("num_waiting", "Int64", "requests", "in the waiting queue while it computes"),
         Column("num_running", "Int64", "requests", "in the running queue while it computes"),
-        Column("num_free_blocks", "Int64", "pages", "in the free list while it computes"),
+        Column("num_free_blocks", "Int64", "blocks", "in the free list while it computes"),
         Column("num_finished", "Int64", "requests", "that ended with it"),
         Column("wall_ns", "Int64", "ns", "the host's time, the sum of the five below"),
         Column("schedule_ns", "Int64", "ns", "of it, to decide what to compute"),
         Column("prepare_ns", "Int64", "ns", "of it, to lay out the tensors"),
         Column("forward_ns", "Int64", "ns", "of it, in the model; launch time only, on one GPU"),
-        Column("sample_ns", "Int64", "ns", "of it, to draw the tokens, or to wait for them"),
+        Column("sample_ns", "Int64", "ns", "of it, to sample the tokens, or wait for them"),
         Column("postprocess_ns", "Int64", "ns", "of it, to append them and to end requests"),
         Column("gpu_ns", "Int64", "ns", "the device's own time; NA on a CPU"),
         Column("eager_reason", "category", "", "why it ran kernel by kernel; NA for a CUDA graph"),
         Column("graph_batch_size", "Int64", "rows", "of the CUDA graph; NA if it ran eagerly"),
         Column("num_padding_rows", "Int64", "rows", "of the graph that no request fills"),
-        Column("is_ahead", "boolean", "", "was the graph launched before it was scheduled?"),
+        Column("is_ahead", "boolean", "", "was it run ahead: launched before it was scheduled?"),
     ),
 )
 
@@ -120,25 +122,25 @@ REQUESTS = Frame(
     "nvtrace.measure",
     (
         _SEQ_ID,
-        Column("finish_reason", "category", "", 'why it ended; "aborted" if not by itself'),
+        Column("finish_reason", "category", "", 'why it ended; "aborted" if it was stopped'),
         Column("num_prompt_tokens", "int64", "tokens", "of its prompt"),
         Column("num_generation_tokens", "int64", "tokens", "of its answer"),
         Column("num_cached_tokens", "int64", "tokens", "of its prompt that the prefix cache had"),
-        Column("num_preemptions", "int64", "times", "it gave up its pages"),
+        Column("num_preemptions", "int64", "times", "it gave up its blocks"),
         Column("num_recomputed_tokens", "int64", "tokens", "computed again after a preemption"),
         Column("arrival_ns", "int64", "ns", "when it was enqueued"),
         Column("scheduled_ns", "Int64", "ns", "when it was first admitted"),
         Column("finished_ns", "int64", "ns", "when its last step ended, or it was aborted"),
         Column("preempted_in_prefill_ns", "int64", "ns", "waiting again, before its first token"),
         Column("preempted_in_decode_ns", "int64", "ns", "waiting again, after its first token"),
-        Column("first_token_ns", "Int64", "ns", "when its first token was there"),
+        Column("first_token_ns", "Int64", "ns", "when its first token was ready"),
         Column("time_to_first_token_ns", "Int64", "ns", "TTFT: first token - arrival"),
         Column("time_per_output_token_ns", "Float64", "ns", "TPOT: the mean of its ITLs"),
         Column("request_queue_time_ns", "int64", "ns", "scheduled - arrival"),
         Column("request_prefill_time_ns", "Int64", "ns", "first token - scheduled"),
         Column("request_decode_time_ns", "Int64", "ns", "finished - first token"),
         Column("request_inference_time_ns", "Int64", "ns", "finished - scheduled"),
-        Column("request_preempted_time_ns", "int64", "ns", "waiting again, in all"),
+        Column("request_preempted_time_ns", "int64", "ns", "waiting again, in total"),
         Column("e2e_request_latency_ns", "int64", "ns", "finished - arrival"),
     ),
 )
@@ -151,18 +153,20 @@ TOKENS = Frame(
         _SEQ_ID,
         Column("index", "int64", "", "its place in the answer, from 0"),
         Column("token_id", "int64", "", "the token"),
-        Column("step", "int64", "", "the engine_step that drew it"),
-        Column("ts_ns", "int64", "ns", "when it was there: the step's end"),
-        Column("itl_ns", "Int64", "ns", "ITL: since the request's token before; NA for the first"),
+        Column("step", "int64", "", "the engine_step that sampled it"),
+        Column("ts_ns", "int64", "ns", "when it was ready: the step's end"),
+        Column(
+            "itl_ns", "Int64", "ns", "ITL: since the request's previous token; NA for the first"
+        ),
     ),
 )
 
 BLOCKS = Frame(
     "blocks",
-    "an operation on a KV page, in the order of the trace",
+    "an operation on a KV block, in the order of the trace",
     "BLOCKS_*, ENGINE_RESET",
     (
-        Column("event_id", "int64", "", "of the event that says it"),
+        Column("event_id", "int64", "", "of the event that records it"),
         Column("step", "Int64", "", "the engine_step; NA between two steps"),
         Column("ts_ns", "int64", "ns", "when"),
         Column(
@@ -171,10 +175,10 @@ BLOCKS = Frame(
             "",
             "allocate, append, share, revive, hash, release, evict, reset (after an error)",
         ),
-        Column("block_id", "int64", "", "the page"),
+        Column("block_id", "int64", "", "the block"),
         Column("seq_id", "Int64", "", "the request that does it; NA for evict and reset"),
-        Column("ref_count", "int64", "tables", "that hold the page, after it"),
-        Column("is_published", "bool", "", "can the prefix cache find the page, after it?"),
+        Column("ref_count", "int64", "tables", "that hold the block, after it"),
+        Column("is_published", "bool", "", "can the prefix cache find the block, after it?"),
     ),
 )
 
@@ -184,7 +188,7 @@ FRAMES: dict[str, Frame] = {
 
 # -- what the analyses return ----------------------------------------------------------------------
 
-_SHARE = "of 1"
+_SHARE = "0 to 1"
 
 _ANALYSES = (
     Frame(
@@ -195,10 +199,10 @@ _ANALYSES = (
             _SEQ_ID,
             Column("finish_reason", "category", "", "why it ended"),
             Column("queue_ns", "int64", "ns", "waiting to be admitted for the first time"),
-            Column("prefill_ns", "Int64", "ns", "from there to its first token, unless preempted"),
-            Column("decode_ns", "Int64", "ns", "from there to its end, unless preempted"),
+            Column("prefill_ns", "Int64", "ns", "admission to first token, without preempted time"),
+            Column("decode_ns", "Int64", "ns", "first token to its end, without preempted time"),
             Column("preempted_ns", "int64", "ns", "waiting to be admitted again"),
-            Column("e2e_request_latency_ns", "int64", "ns", "the sum of the four"),
+            Column("e2e_request_latency_ns", "int64", "ns", "the sum of the four above"),
         ),
     ),
     Frame(
@@ -218,7 +222,7 @@ _ANALYSES = (
         "ADMISSION_STOP, steps",
         (
             Column("reason", "category", "", "why the waiting queue's head was not admitted"),
-            Column("num_steps", "int64", "steps", "that began so"),
+            Column("num_steps", "int64", "steps", "with this reason"),
             Column("num_request_steps", "int64", "", "requests that waited, added up over them"),
             Column("waiting_ns", "int64", "ns", "the same with each step's wall_ns: time lost"),
         ),
@@ -229,9 +233,9 @@ _ANALYSES = (
         "requests, PREEMPT",
         (
             _SEQ_ID,
-            Column("num_preemptions", "int64", "times", "it gave up its pages"),
-            Column("num_blocks_freed", "int64", "pages", "that others got by it"),
-            Column("num_recomputed_tokens", "int64", "tokens", "computed a second time for it"),
+            Column("num_preemptions", "int64", "times", "it gave up its blocks"),
+            Column("num_blocks_freed", "int64", "blocks", "that it freed for others"),
+            Column("num_recomputed_tokens", "int64", "tokens", "computed again because of it"),
             Column("preempted_ns", "int64", "ns", "waiting to be admitted again"),
             Column("share_of_latency", "float64", _SHARE, "preempted_ns / end-to-end latency"),
         ),
@@ -257,9 +261,9 @@ _ANALYSES = (
             _STEP,
             Column("num_seats", "int64", "requests", "that a batch has room for"),
             Column("num_seqs", "int64", "requests", "in it"),
-            Column("num_empty", "int64", "requests", "seats without one: ended early"),
+            Column("num_empty", "int64", "requests", "seats whose request ended early"),
             Column("num_waiting", "int64", "requests", "in the waiting queue"),
-            Column("num_joinable", "int64", "requests", "seats that one of them might have taken"),
+            Column("num_joinable", "int64", "requests", "empty seats that these could have taken"),
         ),
     ),
     Frame(
@@ -299,11 +303,11 @@ _ANALYSES = (
         (
             _STEP,
             Column("ts_ns", "int64", "ns", "the step's end"),
-            Column("num_used_blocks", "int64", "pages", "in a block table"),
-            Column("num_shared_blocks", "int64", "pages", "of them, in several"),
-            Column("num_free_blocks", "int64", "pages", "in the free list"),
-            Column("num_cached_blocks", "int64", "pages", "of them, with contents to be revived"),
-            Column("kv_cache_usage", "float64", _SHARE, "num_used_blocks / all pages"),
+            Column("num_used_blocks", "int64", "blocks", "in a block table"),
+            Column("num_shared_blocks", "int64", "blocks", "of them, in several"),
+            Column("num_free_blocks", "int64", "blocks", "in the free list"),
+            Column("num_cached_blocks", "int64", "blocks", "of them, that still hold contents"),
+            Column("kv_cache_usage", "float64", _SHARE, "num_used_blocks / all blocks"),
         ),
     ),
     Frame(
@@ -316,12 +320,12 @@ _ANALYSES = (
             Column("num_prompt_tokens", "int64", "tokens", "of its prompt: looked up"),
             Column("num_cached_tokens", "int64", "tokens", "of them that the prefix cache had"),
             Column("hit_rate", "float64", _SHARE, "num_cached_tokens / num_prompt_tokens"),
-            Column("hit_rate_so_far", "float64", _SHARE, "the same of all up to this one"),
+            Column("hit_rate_so_far", "float64", _SHARE, "the same over all up to this one"),
         ),
     ),
     Frame(
         "memory_budget",
-        "a term of the sum that ends in the number of pages, in its order",
+        "a term of the sum that gives the number of blocks, in its order",
         "KV_BUDGET_ESTIMATE",
         (
             Column("term", "str", "", "what it is"),

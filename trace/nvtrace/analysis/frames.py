@@ -41,7 +41,9 @@ def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
                 series = pd.Series(values[column.name], copy=False)
                 columns[column.name] = series.astype(column.dtype)
         except (OverflowError, TypeError, ValueError) as error:
-            raise FrameError(f"{frame.name}.{column.name} is no {column.dtype}: {error}") from error
+            raise FrameError(
+                f"{frame.name}.{column.name} is not {column.dtype}: {error}"
+            ) from error
     return pd.DataFrame(columns, copy=False)
 
 

@@ -105,7 +105,7 @@ def memory_budget(estimates: pd.DataFrame) -> pd.DataFrame:
         terms += [("beyond the limit", "less", room - limited)]
         terms += [("other ranks", "less", limited - available)]
     pages = int(budget["num_blocks"] * budget["block_bytes"])
-    terms += [("available", "left", available), ("KV pages", "less", pages)]
+    terms += [("available", "left", available), ("KV blocks", "less", pages)]
     terms += [("unused", "left", available - pages)]
     return frame_of(
         ANALYSES["memory_budget"], pd.DataFrame(terms, columns=["term", "kind", "num_bytes"])

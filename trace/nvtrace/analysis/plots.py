@@ -95,7 +95,7 @@ def kv_block_map(blocks: pd.DataFrame, ax: Axes) -> Axes:
     )
     _whole_numbers(ax.xaxis, ax.yaxis)
     _calm(ax)
-    ax.set(xlabel="step", ylabel="KV page (block_id)")
+    ax.set(xlabel="step", ylabel="KV block (block_id)")
     handles = [
         Patch(facecolor=color, edgecolor=_INK if color == "#ffffff" else color, lw=0.5, label=state)
         for state, color in _PAGE_COLORS.items()

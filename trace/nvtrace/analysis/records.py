@@ -120,7 +120,7 @@ class Records:
             KeyError: there is no such kind.
         """
         if kind not in EVENT_TYPES:
-            raise KeyError(f"{kind!r} is no kind of event: they are {', '.join(EVENT_TYPES)}")
+            raise KeyError(f"{kind!r} is not a kind of event: these are {', '.join(EVENT_TYPES)}")
         columns = {"rank": self._ranks[self._places[kind]]}
         columns |= {name: cells.column() for name, cells in self._cells[_NAMES.index(kind)].items()}
         return pd.DataFrame(columns, copy=False)

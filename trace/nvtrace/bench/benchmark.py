@@ -214,7 +214,7 @@ class _Benchmark:
         contenders: list[Contender] = []
         num_engines = len(names & {ENGINE, TRACED})
         refusal = BenchmarkError(
-            f"{largest} needs {num_pages} KV pages of {config.kvcache_block_size} tokens in each "
+            f"{largest} needs {num_pages} KV blocks of {config.kvcache_block_size} tokens in each "
             "engine, and the memory does not hold them: ask for fewer or shorter requests"
             + (", or for one engine (--trace on)" if num_engines > 1 else "")
         )
@@ -306,9 +306,9 @@ def _step_times(rounds: Sequence[Round], name: str) -> dict[int, int]:
 
 def _why_not_compared(dtype: str, temperature: float) -> str | None:
     if temperature > 0:
-        return f"tokens are drawn, at temperature {temperature:g}"
+        return f"tokens are sampled, at temperature {temperature:g}"
     if dtype != "float32":
-        return f"in {dtype} the likeliest token depends on the order of sums"
+        return f"in {dtype} the most likely token depends on the order of summation"
     return None
 
 

@@ -151,7 +151,7 @@ class Continuous:
         self.name = CONTINUOUS
         self.model = model
         self.page_size = _CPU_PAGE_SIZE if model.device.type == "cpu" else 256
-        self.settings = f"pages of {self.page_size} tokens, sdpa"
+        self.settings = f"blocks of {self.page_size} tokens, sdpa"
         self._manager: Any = None
 
     @contextmanager

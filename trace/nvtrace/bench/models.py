@@ -99,7 +99,7 @@ def _folder_of(name: str) -> Path:
         if folder.is_dir():
             return folder
     raise BenchmarkError(
-        f"no model is called {name}: it is one of {', '.join([SHIPPED, *SHAPES])}, or the "
+        f"there is no model {name}: use one of {', '.join([SHIPPED, *SHAPES])}, or the "
         "folder of a Qwen3 model, and there is no such folder"
     )
 

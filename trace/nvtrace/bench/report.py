@@ -67,7 +67,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. Temperature 0 takes the likeliest token."""
+    """What is asked for. Temperature 0 takes the most likely token."""
 
     name: str
     num_requests: int

@@ -106,7 +106,7 @@ def require_fitting(
             have, or the model has no positions for its longest request.
     """
     if name not in WORKLOADS:
-        raise BenchmarkError(f"no workload is called {name}: it is {', '.join(WORKLOADS)}")
+        raise BenchmarkError(f"there is no workload {name}: use one of {', '.join(WORKLOADS)}")
     if name == "seed" and vocab_size <= _SEED_LARGEST_ID:
         raise BenchmarkError(
             f"the workload seed draws token ids up to {_SEED_LARGEST_ID}, and this model's "

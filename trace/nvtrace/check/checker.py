@@ -86,8 +86,8 @@ class Checker:
         is_meant = header is not None and header.is_filtered
         if is_meant and getattr(record, "event_id", last) > last + 1:
             raise InconsistentTraceError(
-                f"after event {last}, events were dropped on purpose, by record(processors=...): a "
-                "check needs all of them"
+                f"after event {last}, record(processors=...) dropped events on purpose: a check "
+                "needs all of them"
             )
 
     def _check(self, event: ev.AnyEvent) -> Iterator[Finding]:

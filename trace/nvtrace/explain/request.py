@@ -124,7 +124,7 @@ class _Life:
         """
         found = [link for link in self.chain if link.first_step == step and not _is_between(link)]
         if not found:
-            raise NotInTraceError(f"request {self.seq_id} was not there in step {step}")
+            raise NotInTraceError(f"request {self.seq_id} did not exist in step {step}")
         return found
 
     def times(self) -> links.Times:
@@ -148,7 +148,7 @@ class _Life:
             return text
         return (
             f"{text}; {self._num_refused} refused (a refused one has no number), the last by event "
-            f"{last.event_id}, {last.reason}: it needs {last.need} and there is {last.have}"
+            f"{last.event_id}, {last.reason}: it needs {last.need}, but there is {last.have}"
         )
 
     # -- inside ----------------------------------------------------------------------------------

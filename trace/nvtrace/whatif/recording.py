@@ -152,14 +152,14 @@ class Recording:
         cut = sum(answer.finish_reason == "max_model_len" for answer in self.answers.values())
         if cut and settings.max_model_len > self.settings.max_model_len:
             raise WhatIfError(
-                f"{cut} answers ended at max_model_len={self.settings.max_model_len}, and what "
-                "they would have said beyond it was not recorded: it can only be lowered"
+                f"{cut} answers ended at max_model_len={self.settings.max_model_len}, and the "
+                "tokens beyond it were not recorded: it can only be lowered"
             )
         longest = self.header.facts.model.max_position_embeddings
         if longest is not None and settings.max_model_len > longest:
             raise WhatIfError(
                 f"the model has {longest} positions: max_model_len={settings.max_model_len} is "
-                "more than it can have"
+                "larger"
             )
 
 
@@ -177,8 +177,8 @@ def read_recording(records: Iterable[Record]) -> Recording:
     header, init, ready = reader.header, reader.init, reader.ready
     if header is None or init is None or ready is None:
         raise WhatIfError(
-            "the trace has no ENGINE_INIT and ENGINE_READY: another rank's, or a run that did not "
-            "start. Give the trace of rank 0"
+            "the trace has no ENGINE_INIT and ENGINE_READY: it is another rank's, or the run did "
+            "not start. Give the trace of rank 0"
         )
     return Recording(header, init, ready, reader)
 
@@ -229,7 +229,7 @@ class _Reader:
             case ev.EngineError() | ev.EngineReset():
                 raise WhatIfError(
                     f"the engine failed after {self._last_step} steps ({ev.tag_of(record)}) and "
-                    "began anew: only a run without a failure can be run again"
+                    "was reset: only a run without a failure can be run again"
                 )
             case ev.RequestEnqueue():
                 if record.seq_id in self.answers:

@@ -320,7 +320,7 @@ class _Rerun:
         if seq.num_completion_tokens == len(token_ids):
             raise InconsistentTraceError(
                 f"request {seq.seq_id} ended after {len(token_ids)} tokens, and no token or limit "
-                "in the trace tells why"
+                "in the trace is the reason"
             )
         return token_ids[seq.num_completion_tokens]
 
@@ -349,7 +349,9 @@ def _sampling_params(event: ev.RequestEnqueue) -> SamplingParams:
             logprobs=event.logprobs,
         )
     except (TypeError, ValueError) as error:
-        raise InconsistentTraceError(f"no engine takes request {event.seq_id}: {error}") from error
+        raise InconsistentTraceError(
+            f"no engine accepts request {event.seq_id}: {error}"
+        ) from error
 
 
 def _shape_of(batch: Batch) -> StepShape:

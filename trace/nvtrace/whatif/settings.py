@@ -60,7 +60,7 @@ class Settings:
         values: dict[str, int | bool | str] = {}
         for name, text in changes.items():
             if name not in NAMES:
-                raise WhatIfError(f"{name!r} is no setting of the schedule: {', '.join(NAMES)} are")
+                raise WhatIfError(f"{name!r} is not a scheduler setting: use {', '.join(NAMES)}")
             match getattr(self, name):
                 case bool():
                     values[name] = _truth(name, text)
@@ -82,9 +82,7 @@ class Settings:
             WhatIfError: see above.
         """
         if not self.is_known:
-            raise WhatIfError(
-                f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}: set another one"
-            )
+            raise WhatIfError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
 
 
 NAMES = tuple(field.name for field in fields(Settings))
@@ -100,9 +98,13 @@ def parse_changes(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         name, sign, value = (part.strip() for part in assignment.partition("="))
         if not (name and sign and value):
-            raise WhatIfError(f"{assignment!r} is no setting: write NAME=VALUE, as policy=mixed")
+            raise WhatIfError(
+                f"{assignment!r} is not a setting: write NAME=VALUE, such as policy=mixed"
+            )
         if name in changes:
-            raise WhatIfError(f"{name} is set twice in one case: to compare, give two --case")
+            raise WhatIfError(
+                f"{name} is set twice in one case: to compare two values, give two --case"
+            )
         changes[name] = value
     return changes
 

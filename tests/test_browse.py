@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.at import Moment, Point
+    from nvtrace.summary import StepSummary
     from nvtrace_cli.browse_model import Page
-    from nvtrace_cli.summary import StepSummary
 
 MARKED = parse(" or ".join(f"event == {tag}" for tag in MARKERS))
 CROWDED_STEPS = 38

@@ -29,8 +29,7 @@ from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.check import INVARIANTS, Checker, Fact, Finding, check, fields
-from nvtrace.check.startup import weights_of
-from nvtrace.envelope import Footer, Header, Record, Unknown
+from nvtrace.envelope import Footer, Header, ModelFacts, Record, Unknown
 from nvtrace.reader import read_trace
 from nvtrace.recorder import record
 from nvtrace.reference import RECORD_TYPES
@@ -426,7 +425,8 @@ def test_what_is_known_of_a_model_and_of_ranks_is_what_the_engine_knows() -> Non
         with torch.device("meta"):
             made = Qwen3ForCausalLM(model, make_attention_backend("sdpa"))
         num_keys = len(find_destinations(made))
-        assert weights_of(dataclasses.asdict(model)) == (num_keys, model.num_parameters)
+        facts = msgspec.convert(dataclasses.asdict(model), ModelFacts)
+        assert facts.num_weights == (num_keys, model.num_parameters)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,10 @@ from rich.console import Console
 from nvtrace import events as ev
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import ModelFacts
+from nvtrace.summary import BlockCounts, Share, StepSummary, fold_alike
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.folding import fold
 from nvtrace_cli.progress import Progress
-from nvtrace_cli.summary import PageCounts, Share, StepSummary
 from nvtrace_cli.views.console import THEME
-from nvtrace_cli.views.header import num_parameters
 from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.player import Pacer
 from nvtrace_cli.views.prose import NO_BREAK_SPACE, wrap
@@ -61,7 +59,7 @@ def step(index: int, seq_ids: Sequence[int] = (0, 1), **changes: Any) -> StepSum
         finished=(),
         stop=None,
         error=None,
-        pages=PageCounts(),
+        blocks=BlockCounts(),
         tags=frozenset(),
         start_ns=index * 10 * MS,
         end_ns=index * 10 * MS + 3 * MS,
@@ -128,12 +126,12 @@ def test_runs_of_numbers_are_drawn_together(numbers: list[int], text: str) -> No
 
 
 def test_a_models_parameters_are_counted_from_its_shape() -> None:
-    number = num_parameters(msgspec.convert(MODEL, ModelFacts))
-    assert number == 596_049_920  # what Qwen3-0.6B has
-    assert parameters(number) == "596 M"
-    untied = num_parameters(msgspec.convert(MODEL | {"tie_word_embeddings": False}, ModelFacts))
-    assert untied == number + 151936 * 1024
-    assert num_parameters(ModelFacts()) is None
+    tied = msgspec.convert(MODEL, ModelFacts).num_weights
+    assert tied == (310, 596_049_920)  # what Qwen3-0.6B has
+    assert parameters(tied[1]) == "596 M"
+    untied = msgspec.convert(MODEL | {"tie_word_embeddings": False}, ModelFacts).num_weights
+    assert untied == (311, tied[1] + 151936 * 1024)
+    assert ModelFacts().num_weights is None
 
 
 @given(st.text())
@@ -194,11 +192,11 @@ def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int) -> None:
 
 
 def spans(steps: Sequence[StepSummary]) -> list[tuple[int, int]]:
-    return [(row.first.index, row.last.index) for row in fold(steps)]
+    return [(row.first.index, row.last.index) for row in fold_alike(steps)]
 
 
 def test_steps_that_look_alike_fold_into_one_row() -> None:
-    [row] = fold([step(index) for index in range(2, 148)])
+    [row] = fold_alike([step(index) for index in range(2, 148)])
     assert (row.first.index, row.last.index) == (2, 147)
     assert row.wall_ns == 3 * MS
 
@@ -212,7 +210,7 @@ def test_a_step_that_matters_stands_alone() -> None:
 def test_the_first_step_of_a_smaller_batch_stands_alone() -> None:
     steps = [step(1), step(2), step(3, [1]), step(4, [1]), step(5, [1])]
     assert spans(steps) == [(1, 2), (3, 3), (4, 5)]
-    assert [row.batch_before for row in fold(steps)] == [None, 2, None]
+    assert [row.batch_before for row in fold_alike(steps)] == [None, 2, None]
 
 
 def test_a_gap_is_never_folded_over() -> None:
@@ -235,12 +233,12 @@ def test_another_queue_or_another_reason_to_wait_begins_a_new_row() -> None:
 
 def test_a_folded_row_shows_the_median_time() -> None:
     times = [3 * MS, 3 * MS, 90 * MS]
-    [row] = fold([step(index, wall_ns=time) for index, time in enumerate(times, start=2)])
+    [row] = fold_alike([step(index, wall_ns=time) for index, time in enumerate(times, start=2)])
     assert row.wall_ns == 3 * MS
 
 
 def test_unfolded_steps_keep_their_rows() -> None:
-    rows = fold([step(1), step(2), step(3, [1])], is_unfolded=True)
+    rows = fold_alike([step(1), step(2), step(3, [1])], is_unfolded=True)
     assert [row.is_folded for row in rows] == [False] * 3
     assert rows[2].batch_before == 2
 

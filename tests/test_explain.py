@@ -25,8 +25,7 @@ from nvtrace.explain.pace import PARTS, Pace
 from nvtrace.measure import Measure
 from nvtrace.reader import read_trace
 from nvtrace.replay import InconsistentTraceError
-from nvtrace_cli.folding import Row
-from nvtrace_cli.summarize import summarize
+from nvtrace.summary import AlikeSteps, summarize
 from nvtrace_cli.views.explain_notes import note, step_note
 from nvtrace_cli.views.notes import notes
 from support.cli import ROOT, call, environment, spawn
@@ -558,7 +557,7 @@ def test_pages_that_are_shared_are_told_of_where_pages_are_given_back_and_needed
     assert "3 blocks (5 less 2 shared) needed" in note(stopped, english).text
     run = summarize(iter(records))
     (step,) = (step for step in run.steps if step.index == preempted.first_step)
-    told = "; ".join(found.text for found in notes(Row((step,)), english))
+    told = "; ".join(found.text for found in notes(AlikeSteps((step,)), english))
     assert "blocks freed 2 (4 less 2 that others use)" in told.replace("\u00a0", " ")
 
 

@@ -22,8 +22,7 @@ from nvtrace.events import Event
 from nvtrace.query import parse
 from nvtrace.reader import read_trace
 from nvtrace.snapshots import NoSuchStepError, load_state, save_state
-from nvtrace_cli.summarize import summarize_steps
-from nvtrace_cli.summary import RequestSummary, RunSummary
+from nvtrace.summary import RequestSummary, RunSummary, summarize_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from nvtrace.query import Condition
     from nvtrace.replay import State
     from nvtrace.snapshots import Film
-    from nvtrace_cli.summary import StepSummary
+    from nvtrace.summary import StepSummary
 
 MARKERS = (
     *("STATE_TRANSITION", "REQUEST_ABORT", "REQUEST_REFUSED"),

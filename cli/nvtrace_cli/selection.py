@@ -14,7 +14,7 @@ from nvtrace.envelope import Unknown
 from nvtrace_cli.failures import UsageError
 
 if TYPE_CHECKING:
-    from nvtrace_cli.summary import RunSummary, StepSummary
+    from nvtrace.summary import RunSummary, StepSummary
 
 
 @dataclass(frozen=True, slots=True)

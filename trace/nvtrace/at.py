@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.claims import LAYOUTS, Claim, Layout, claims_of
+from nvtrace.claims import LAYOUTS, Claim, Layout, claims_of, said_slots
 from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.replay import InconsistentTraceError, State
 
@@ -23,10 +23,38 @@ if TYPE_CHECKING:
 
     from nvtrace.envelope import Record
     from nvtrace.query import Condition
+    from nvtrace.replay import SequenceState
+    from nvtrace.steptime import Phase
 
 Point = Literal["schedule", "end"]
+BlockKind = Literal["free", "cached", "used", "published", "shared"]
+"""Of a free block: is it empty, or hashed? Of one in use: is it hashed, or used by several?"""
 Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
+_PHASES: dict[type[Schedule], Phase] = {
+    ev.SchedulePrefill: "prefill",
+    ev.ScheduleDecode: "decode",
+    ev.ScheduleMixed: "mixed",
+}
 _NO_EVENTS = (Header, Footer, Unknown)
+
+
+def phase_of(schedule: Schedule) -> Phase:
+    """The phase of a step's batch."""
+    return _PHASES[type(schedule)]
+
+
+def block_kinds(state: State) -> list[BlockKind]:
+    """What each block of the pool is, by its block_id."""
+    kinds: list[BlockKind] = []
+    for block_id, num_refs in enumerate(state.ref_counts):
+        is_hashed = block_id in state.block_hashes
+        if num_refs > 1:
+            kinds.append("shared")
+        elif num_refs:
+            kinds.append("published" if is_hashed else "used")
+        else:
+            kinds.append("cached" if is_hashed else "free")
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +137,32 @@ class Moment:
     layout: Layout | None
     claims: list[Claim]
     news: list[ev.Event]
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase of the step's batch; None if nothing was decided."""
+        return None if self.schedule is None else phase_of(self.schedule)
+
+    @property
+    def requests(self) -> list[SequenceState]:
+        """Those that run and those that wait, in order; then those that ended since then.
+
+        (And those of a status that is not known here: they are in no queue.)
+        """
+        sequences = self.state.sequences
+        queued = dict.fromkeys((*self.state.running, *self.state.waiting))
+        others = (seq_id for seq_id in sequences if seq_id not in queued)
+        return [sequences[seq_id] for seq_id in (*queued, *others)]
+
+    def runs_as_said(self) -> Iterator[tuple[SlotRun, list[int] | None]]:
+        """Each run of `inputs`, and the slots that the trace gives it; None if it does not say."""
+        if self.inputs is None:
+            return
+        slots, place = said_slots(self.layout, self.inputs.num_tokens), 0
+        for run in self.inputs.runs:
+            after = place + len(run.token_ids)
+            yield run, None if slots is None else slots[place:after]
+            place = after
 
 
 @dataclass(slots=True)

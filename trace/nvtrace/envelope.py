@@ -46,6 +46,32 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool | None = None
     eos_token_ids: list[int] | None = None
 
+    @property
+    def num_weights(self) -> tuple[int, int] | None:
+        """How many tensors a Qwen3 of this shape has, and how many numbers they hold together.
+
+        A tied head is counted once. None if the shape is not known.
+        """
+        match self:
+            case ModelFacts(
+                hidden_size=int(hidden),
+                head_dim=int(head_dim),
+                num_attention_heads=int(num_heads),
+                num_key_value_heads=int(num_kv_heads),
+                intermediate_size=int(intermediate_size),
+                num_hidden_layers=int(num_layers),
+                vocab_size=int(vocab_size),
+                tie_word_embeddings=bool(is_tied),
+            ):
+                num_outer = 1 if is_tied else 2  # embedding, head
+                # q, k, v, o; q_norm, k_norm
+                attention = 2 * hidden * head_dim * (num_heads + num_kv_heads) + 2 * head_dim
+                mlp = 3 * hidden * intermediate_size  # gate, up, down
+                layers = num_layers * (attention + mlp + 2 * hidden)  # and two norms
+                num_numbers = layers + hidden + num_outer * vocab_size * hidden
+                return num_outer + 1 + 11 * num_layers, num_numbers
+        return None
+
 
 class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The same of its `config`."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nvtrace.at import Inputs, Moment, SlotRun
     from nvtrace.catalog import Catalog
     from nvtrace.claims import Claim, Layout
-    from nvtrace.replay import SequenceState, State
+    from nvtrace.replay import SequenceState
 
 _NOTHING = "-"
 _MOST_IDS = 16
@@ -60,12 +60,12 @@ def moment_object(moment: Moment) -> dict[str, Any]:
     return {
         "engine_step": moment.step,
         "moment": moment.point,
-        "phase": phase_of(moment),
+        "phase": moment.phase,
         "reason": None if moment.schedule is None else moment.schedule.reason,
         "scheduled": [] if moment.schedule is None else moment.schedule.seq_ids,
         "waiting": state.waiting,
         "running": state.running,
-        "requests": list(map(_request_object, _requests(moment))),
+        "requests": list(map(_request_object, moment.requests)),
         "pool": {
             "block_size": state.block_size,
             "num_blocks": state.num_blocks,
@@ -125,7 +125,7 @@ def print_plain(moment: Moment) -> None:
     state = moment.state
     _print_row("engine_step", moment.step)
     _print_row("moment", moment.point)
-    _print_row("phase", phase_of(moment) or "")
+    _print_row("phase", moment.phase or "")
     _print_row("waiting", *state.waiting)
     _print_row("running", *state.running)
     _print_row("num_blocks", state.num_blocks)
@@ -133,7 +133,7 @@ def print_plain(moment: Moment) -> None:
     _print_row("free_blocks", len(state.free_blocks))
     _print_line("")
     _print_row(*_REQUEST_COLUMNS)
-    for seq in _requests(moment):
+    for seq in moment.requests:
         request = _request_object(seq)
         _print_row(*(_plain(request[name]) for name in _REQUEST_COLUMNS))
     _print_line("")
@@ -144,9 +144,9 @@ def print_plain(moment: Moment) -> None:
     _print_line("")
     positions, slots = ("first_position", "last_position"), ("first_slot", "last_slot")
     _print_row("seq_id", *positions, "block_id", *slots, "said_slots")
-    for run, said in _runs_as_said(moment):
+    for run, said in moment.runs_as_said():
         place = (run.first_position, run.last_position, run.block_id)
-        _print_row(run.seq_id, *place, run.first_slot, run.last_slot, said or "")
+        _print_row(run.seq_id, *place, run.first_slot, run.last_slot, _slots(said) if said else "")
     _print_line("")
     _print_row("event_id", "event", "field", "said", "follows")
     for claim in moment.claims:
@@ -196,7 +196,7 @@ def state_parts(
         for event in moment.news:
             yield Prose((log_line(event, catalog), ""))
     yield _queues(moment, catalog)
-    requests = _requests(moment)
+    requests = moment.requests
     if requests:
         yield Text()
         yield Text(catalog.ui("at_requests_title"), style="heading")
@@ -219,7 +219,7 @@ def state_parts(
 
 def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
     where = catalog.ui(f"at_heading_{moment.point}", step=count(moment.step), name=escape(name))
-    phase, schedule = phase_of(moment), moment.schedule
+    phase, schedule = moment.phase, moment.schedule
     if schedule is None or phase is None:
         return Prose((where, "heading"), (catalog.ui("at_no_schedule"), "error"))
     reason = escape(catalog.reason(ev.tag_of(schedule), schedule.reason))
@@ -282,18 +282,6 @@ def _difference(claim: Claim, catalog: Catalog) -> str:
     return catalog.ui("at_differs", event=claim.event, name=name, said=said, follows=follows)
 
 
-def _runs_as_said(moment: Moment) -> Iterator[tuple[SlotRun, str | None]]:
-    """Each run of the batch, and the slots that the trace gives it; None if it does not say."""
-    inputs = moment.inputs
-    if inputs is None:
-        return
-    slots, place = said_slots(moment.layout, inputs.num_tokens), 0
-    for run in inputs.runs:
-        after = place + len(run.token_ids)
-        yield run, None if slots is None else _slots(slots[place:after])
-        place = after
-
-
 def _slots(slots: list[int]) -> str:
     """As "773", "0..10"; any others one by one."""
     if slots == [*range(slots[0], slots[0] + len(slots))]:
@@ -314,10 +302,10 @@ def _inputs(
         words=("input_ids", "page", "slots"),
     )
     times = glyphs(console).times
-    for run, said in islice(_runs_as_said(moment), _MOST_RUNS):
+    for run, said in islice(moment.runs_as_said(), _MOST_RUNS):
         slots = Text(_arithmetic(run, moment.state.block_size, times))
-        if said not in {None, _range(run.first_slot, run.last_slot)}:
-            slots = Text(f"{slots}; {catalog.ui('at_said', slots=said)}", style="error")
+        if said is not None and said != [*range(run.first_slot, run.last_slot + 1)]:
+            slots = Text(f"{slots}; {catalog.ui('at_said', slots=_slots(said))}", style="error")
         tokens = " ".join(map(str, run.token_ids[:_MOST_IDS]))
         table.add_row(
             Text(str(run.seq_id)),
@@ -345,29 +333,3 @@ def _arithmetic(run: SlotRun, block_size: int, times: str) -> str:
 
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}..{last}"
-
-
-# -- facts -----------------------------------------------------------------------------------------
-
-
-def _requests(moment: Moment) -> list[SequenceState]:
-    """Those that run and those that wait, in order; then those that ended since the step before.
-
-    (And those of a status that is not known here: they are in no queue.)
-    """
-    state: State = moment.state
-    queued = dict.fromkeys((*state.running, *state.waiting))
-    others = (seq_id for seq_id in state.sequences if seq_id not in queued)
-    return [state.sequences[seq_id] for seq_id in (*queued, *others)]
-
-
-def phase_of(moment: Moment) -> str | None:
-    """The phase of the step's batch; None if nothing was decided."""
-    match moment.schedule:
-        case ev.SchedulePrefill():
-            return "prefill"
-        case ev.ScheduleDecode():
-            return "decode"
-        case ev.ScheduleMixed():
-            return "mixed"
-    return None

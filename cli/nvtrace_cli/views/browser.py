@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nvtrace import events as ev
-from nvtrace_cli.views.at import phase_of, state_parts
+from nvtrace_cli.views.at import state_parts
 from nvtrace_cli.views.browser_table import near_table
 from nvtrace_cli.views.console import glyphs, make_console
 from nvtrace_cli.views.log import log_line
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from nvtrace.catalog import Catalog
+    from nvtrace.summary import StepSummary
     from nvtrace_cli.browse_model import Message, View
     from nvtrace_cli.reel import Look
-    from nvtrace_cli.summary import StepSummary
 
 SMALLEST = (30, 8)  # columns and rows
 _HEAD_ROWS = 3
@@ -181,7 +181,7 @@ class Screen:
         time = f"+{duration(look.summary.end_ns)}"
         if view.is_playing:
             time = f"{self._ui('playing', rate=view.rate)}   {time}"
-        schedule, phase = look.moment.schedule, phase_of(look.moment)
+        schedule, phase = look.moment.schedule, look.moment.phase
         if schedule is None or phase is None:
             reason = Text(self._catalog.ui("at_no_schedule"), style="error")
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from nvtrace_cli.folding import fold
+from nvtrace.summary import fold_alike
 from nvtrace_cli.views.notes import notes
 from nvtrace_cli.views.prose import NO_BREAK_SPACE
 from nvtrace_cli.views.text import count, duration
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.folding import Row
-    from nvtrace_cli.summary import StepSummary
+    from nvtrace.summary import AlikeSteps, StepSummary
 
 # (name, columns it takes at least, columns that the screen must have): the widths do not jump from
 # frame to frame.
@@ -82,9 +81,9 @@ def near_table(
     return table
 
 
-def _window(steps: Sequence[StepSummary], here: int, num_rows: int) -> list[Row]:
+def _window(steps: Sequence[StepSummary], here: int, num_rows: int) -> list[AlikeSteps]:
     """So many rows, the step's in the middle unless it is near an end."""
-    rows = fold(steps, is_unfolded=True)
+    rows = fold_alike(steps, is_unfolded=True)
     middle = next(place for place, row in enumerate(rows) if row.first.index == here)
     start = max(min(middle - num_rows // 2, len(rows) - num_rows), 0)
     return rows[start : start + num_rows]
@@ -103,7 +102,7 @@ def _cells(step: StepSummary) -> dict[str, Text]:
     }
 
 
-def _what_happened(row: Row, catalog: Catalog) -> Text:
+def _what_happened(row: AlikeSteps, catalog: Catalog) -> Text:
     """All notes on one line."""
     line = Text(no_wrap=True, overflow="ellipsis")
     for note in notes(row, catalog):

@@ -13,7 +13,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from nvtrace.envelope import ModelFacts
 from nvtrace_cli.views.console import glyphs
 from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.text import count, duration, escape, flow, parameters, size
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from nvtrace import events as ev
     from nvtrace.catalog import Catalog
     from nvtrace.envelope import EnvironmentFacts
-    from nvtrace_cli.summary import RunSummary
+    from nvtrace.summary import RunSummary
 
 _LINES = ("model", "engine", "limits", "ends", "page", "room", "pages", "machine", "started")
 _FRAME = 6  # columns of the border, its padding, and the gap after the labels
@@ -79,37 +78,12 @@ def _model(run: RunSummary, catalog: Catalog) -> list[str]:
     shape = {name: getattr(model, name) for name in names}
     if None not in shape.values():
         parts.append(catalog.ui("header_shape", **shape))
-    number = num_parameters(model)
-    if number is not None:
-        parts.append(catalog.ui("header_parameters", number=parameters(number)))
+    if model.num_weights is not None:
+        _, num_parameters = model.num_weights
+        parts.append(catalog.ui("header_parameters", number=parameters(num_parameters)))
     if run.weights is not None:
         parts.append(catalog.ui("header_weights", size=size(run.weights.num_bytes)))
     return parts
-
-
-def num_parameters(model: ModelFacts) -> int | None:
-    """Parameters of a Qwen3 of this shape, a tied head counted once; None if the shape is unknown.
-
-    Args:
-        model: of the trace's header.
-    """
-    match model:
-        case ModelFacts(
-            hidden_size=int(hidden),
-            head_dim=int(head_dim),
-            num_attention_heads=int(num_heads),
-            num_key_value_heads=int(num_kv_heads),
-            intermediate_size=int(intermediate_size),
-            num_hidden_layers=int(num_layers),
-            vocab_size=int(vocab_size),
-            tie_word_embeddings=bool(is_tied),
-        ):
-            # q, k, v, o; q_norm, k_norm
-            attention = 2 * hidden * head_dim * (num_heads + num_kv_heads) + 2 * head_dim
-            mlp = 3 * hidden * intermediate_size  # gate, up, down
-            layers = num_layers * (attention + mlp + 2 * hidden)  # and two norms
-            return layers + hidden + vocab_size * hidden * (1 if is_tied else 2)
-    return None
 
 
 def _engine(run: RunSummary, catalog: Catalog) -> list[str]:

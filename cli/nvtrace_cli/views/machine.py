@@ -18,7 +18,7 @@ from nvtrace_cli.views.text import escape_json
 
 if TYPE_CHECKING:
     from nvtrace.envelope import Record
-    from nvtrace_cli.summary import StepSummary
+    from nvtrace.summary import StepSummary
 
 
 def json_line(value: object) -> str:
@@ -62,11 +62,11 @@ def step_object(step: StepSummary) -> dict[str, Any]:
         "admission_stop": None
         if stop is None
         else {"seq_id": stop.seq_id, "reason": stop.reason, "need": stop.need, "have": stop.have},
-        "num_blocks_taken": step.pages.num_taken,
-        "num_blocks_reused": step.pages.num_reused,
-        "num_blocks_published": step.pages.num_published,
-        "num_blocks_evicted": step.pages.num_evicted,
-        "num_blocks_freed": step.pages.num_freed,
+        "num_blocks_taken": step.blocks.num_taken,
+        "num_blocks_reused": step.blocks.num_reused,
+        "num_blocks_published": step.blocks.num_hashed,
+        "num_blocks_evicted": step.blocks.num_evicted,
+        "num_blocks_freed": step.blocks.num_freed,
         "error": None if step.error is None else step.error.error_type,
         "start_ns": step.start_ns,
         "wall_ns": step.wall_ns,

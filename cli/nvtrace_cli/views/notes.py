@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from nvtrace.catalog import Catalog
     from nvtrace.metrics import Refusals
-    from nvtrace_cli.folding import Row
-    from nvtrace_cli.summary import Share, StepSummary
+    from nvtrace.summary import AlikeSteps, Share, StepSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Note:
     style: str = ""
 
 
-def notes(row: Row, catalog: Catalog) -> list[Note]:
+def notes(row: AlikeSteps, catalog: Catalog) -> list[Note]:
     """The key events of a row's steps, in the order in which they happened."""
     step = row.first
     found = [
@@ -44,7 +43,7 @@ def notes(row: Row, catalog: Catalog) -> list[Note]:
         *_batch_change(row, catalog),
         *_ends(step, catalog),
         *_stop(step, catalog),
-        *_pages(row, catalog),
+        *_blocks(row, catalog),
         *_broken_off(step, catalog),
     ]
     quiet = "note_led" if step.is_led else "note_decode"
@@ -101,7 +100,7 @@ def _preemptions(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
         yield Note(text, "preempted")
 
 
-def _prefill(row: Row, catalog: Catalog) -> Iterator[Note]:
+def _prefill(row: AlikeSteps, catalog: Catalog) -> Iterator[Note]:
     whole: dict[str, list[int]] = {"prompt": [], "recomputed": []}
     for share in row.first.prefills:
         who = sequences([share.seq_id], catalog)
@@ -120,7 +119,7 @@ def _prefill(row: Row, catalog: Catalog) -> Iterator[Note]:
             yield Note(catalog.ui(key, who=sequences(seq_ids, catalog), count=len(seq_ids)))
 
 
-def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
+def _chunk(share: Share, who: str, row: AlikeSteps, catalog: Catalog) -> str:
     end = next(other for other in row.last.shares if other.seq_id == share.seq_id)
     first, last = share.num_computed_before, end.num_computed_before + end.num_tokens - 1
     return catalog.ui(
@@ -131,7 +130,7 @@ def _chunk(share: Share, who: str, row: Row, catalog: Catalog) -> str:
     )
 
 
-def _batch_change(row: Row, catalog: Catalog) -> Iterator[Note]:
+def _batch_change(row: AlikeSteps, catalog: Catalog) -> Iterator[Note]:
     if row.batch_before is not None:
         after = row.first.scheduled
         yield Note(catalog.ui("note_batch", before=row.batch_before, after=after))
@@ -164,15 +163,15 @@ def _stop(step: StepSummary, catalog: Catalog) -> Iterator[Note]:
         yield Note(text, "waiting")
 
 
-def _pages(row: Row, catalog: Catalog) -> Iterator[Note]:
-    """Page counts over all steps of the row. What a prefill takes is seen in the free pages."""
-    shared = sum(step.pages.num_reused - step.pages.num_revived for step in row.steps)
+def _blocks(row: AlikeSteps, catalog: Catalog) -> Iterator[Note]:
+    """Block counts over all steps of the row. What a prefill takes is seen in the free blocks."""
+    shared = sum(step.blocks.num_reused - step.blocks.num_revived for step in row.steps)
     counts = (
         ("shared", shared),
-        ("revived", sum(step.pages.num_revived for step in row.steps)),
-        ("taken", sum(step.pages.num_taken for step in row.steps if step.phase == "decode")),
-        ("published", sum(step.pages.num_published for step in row.steps)),
-        ("evicted", sum(step.pages.num_evicted for step in row.steps)),
+        ("revived", sum(step.blocks.num_revived for step in row.steps)),
+        ("taken", sum(step.blocks.num_taken for step in row.steps if step.phase == "decode")),
+        ("published", sum(step.blocks.num_hashed for step in row.steps)),
+        ("evicted", sum(step.blocks.num_evicted for step in row.steps)),
     )
     parts = [catalog.ui(f"pages_{what}", count=count(number)) for what, number in counts if number]
     if parts:

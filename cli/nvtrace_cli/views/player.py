@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from nvtrace_cli.folding import fold
+from nvtrace.summary import fold_alike
 from nvtrace_cli.views.step_table import step_table
 from nvtrace_cli.views.text import count, duration, ids
 from nvtrace_cli.views.timeline import Timeline
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.summary import StepSummary
+    from nvtrace.summary import StepSummary
 
 _FRAMES_PER_SECOND = 20
 _ROWS_SHOWN = 6
@@ -111,6 +111,6 @@ def _frame(
         )
     )
     if room > 0:
-        rows = fold(steps)[-min(room, _ROWS_SHOWN) :]
+        rows = fold_alike(steps)[-min(room, _ROWS_SHOWN) :]
         parts.append(step_table(rows, catalog))
     return Group(*parts)

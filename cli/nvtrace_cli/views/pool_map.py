@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from nvtrace.at import block_kinds
 from nvtrace_cli.views.prose import NO_BREAK_SPACE, Prose
 from nvtrace_cli.views.text import count
 
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from nvtrace.at import BlockKind
     from nvtrace.catalog import Catalog
     from nvtrace.replay import State
 
-Kind = Literal["free", "cached", "used", "published", "shared"]
-_STYLES: dict[Kind, str] = {
+_STYLES: dict[BlockKind, str] = {
     "free": "quiet",
     "cached": "waiting",
     "used": "decode",
     "published": "prefill",
     "shared": "mixed",
 }
-_UNICODE: dict[Kind, str] = {"free": "·", "cached": "░", "used": "█", "published": "▓"}
-_ASCII: dict[Kind, str] = {"free": ".", "cached": "c", "used": "#", "published": "p"}
+_UNICODE: dict[BlockKind, str] = {"free": "·", "cached": "░", "used": "█", "published": "▓"}
+_ASCII: dict[BlockKind, str] = {"free": ".", "cached": "c", "used": "#", "published": "p"}
 _LARGEST_DIGIT = 9
 _GROUP = 8
 _MOST_ROWS = 64
@@ -43,7 +44,7 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    kind: Kind
+    kind: BlockKind
     glyph: str
 
 
@@ -110,7 +111,7 @@ def pool_map(state: State, catalog: Catalog, console: Console) -> Iterator[Text]
 def pool_legend(state: State, catalog: Catalog, console: Console) -> Prose:
     """What each cell stands for, and how many there are of it."""
     shapes = _glyphs(console)
-    counts = Counter(cell.kind for cell in _cells(state, shapes))
+    counts = Counter(block_kinds(state))
     parts = []
     for kind in _STYLES:
         name = catalog.ui(f"at_kind_{kind}")
@@ -119,23 +120,18 @@ def pool_legend(state: State, catalog: Catalog, console: Console) -> Prose:
     return Prose(("   ".join(parts), "quiet"))
 
 
-def _glyphs(console: Console) -> dict[Kind, str]:
+def _glyphs(console: Console) -> dict[BlockKind, str]:
     return _UNICODE if console.encoding.startswith("utf") else _ASCII
 
 
-def _cells(state: State, shapes: dict[Kind, str]) -> list[_Cell]:
-    kinds = {kind: _Cell(kind, glyph) for kind, glyph in shapes.items()}
-    cells = []
-    for block_id, num_refs in enumerate(state.ref_counts):
-        is_published = block_id in state.block_hashes
-        if num_refs > 1:
-            glyph = str(num_refs) if num_refs <= _LARGEST_DIGIT else "+"
-            cells.append(_Cell("shared", glyph))
-        elif num_refs:
-            cells.append(kinds["published" if is_published else "used"])
-        else:
-            cells.append(kinds["cached" if is_published else "free"])
-    return cells
+def _cells(state: State, shapes: dict[BlockKind, str]) -> list[_Cell]:
+    cells = {kind: _Cell(kind, glyph) for kind, glyph in shapes.items()}
+    shared = [_Cell("shared", str(number)) for number in range(_LARGEST_DIGIT + 1)]
+    more = _Cell("shared", "+")
+    return [
+        cells[kind] if kind != "shared" else shared[num] if num <= _LARGEST_DIGIT else more
+        for kind, num in zip(block_kinds(state), state.ref_counts, strict=True)
+    ]
 
 
 def _only_cell(row: list[_Cell]) -> _Cell | None:

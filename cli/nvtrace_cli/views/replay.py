@@ -16,11 +16,10 @@ from rich.text import Text
 from nvtrace.envelope import Footer, Header
 from nvtrace.reader import name_of, read_ranks
 from nvtrace.replay import InconsistentTraceError
+from nvtrace.summary import fold_alike, summarize
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.folding import fold
 from nvtrace_cli.records import records_of_first_rank, saying_untimed
 from nvtrace_cli.selection import requests_there
-from nvtrace_cli.summarize import summarize
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel
 from nvtrace_cli.views.log import log_line
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from nvtrace.catalog import Catalog
+    from nvtrace.summary import RunSummary, StepSummary
     from nvtrace_cli.selection import Selection
-    from nvtrace_cli.summary import RunSummary, StepSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Replay:
             console.print(Timeline(run.steps, seq_ids, self.catalog))
             console.print()
         if steps and has_steps:
-            rows = fold(steps, is_unfolded=self.is_unfolded)
+            rows = fold_alike(steps, is_unfolded=self.is_unfolded)
             console.print(step_table(rows, self.catalog))
         if has_frame:
             console.print()
@@ -106,7 +105,7 @@ class Replay:
     def show_plain(self) -> None:
         """The step table with tabs."""
         run, steps = self._read()
-        for line in plain_lines(fold(steps, is_unfolded=self.is_unfolded), self.catalog):
+        for line in plain_lines(fold_alike(steps, is_unfolded=self.is_unfolded), self.catalog):
             print_line(line)
         self._complain(run)
 

@@ -1,6 +1,7 @@
 """The step table: what the scheduler decided, step by step, equal steps folded.
 
-Knows columns. Does not know what folds (`folding.py`) or what is worth a word (`notes.py`).
+Knows columns. Does not know which steps are one row (`nvtrace.summary`) or what is worth a word
+(`notes.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.folding import Row
+    from nvtrace.summary import AlikeSteps
 
 _COLUMNS = (*("step", "phase", "seqs", "tokens"), *("waiting", "running", "free", "time", "event"))
 PLAIN_COLUMNS = (
@@ -29,11 +30,11 @@ PLAIN_COLUMNS = (
 )
 
 
-def step_table(rows: Iterable[Row], catalog: Catalog) -> FittingTable:
+def step_table(rows: Iterable[AlikeSteps], catalog: Catalog) -> FittingTable:
     """Rows as a table that stays readable at 80 columns, and goes without some at fewer.
 
     Args:
-        rows: what `folding.fold` made.
+        rows: what `nvtrace.summary.fold_alike` made.
         catalog: the words.
     """
     headings = {name: catalog.ui(f"column_{name}") for name in _COLUMNS}
@@ -53,7 +54,7 @@ def step_table(rows: Iterable[Row], catalog: Catalog) -> FittingTable:
     return table
 
 
-def _cells(row: Row, catalog: Catalog) -> Iterator[RenderableType]:
+def _cells(row: AlikeSteps, catalog: Catalog) -> Iterator[RenderableType]:
     step = row.first
     yield Text(_step_range(row))
     yield Text(step.phase or "-", style=step.phase or "quiet")
@@ -68,18 +69,18 @@ def _cells(row: Row, catalog: Catalog) -> Iterator[RenderableType]:
     yield Prose(*((note.text, note.style) for note in notes(row, catalog)))
 
 
-def _step_range(row: Row) -> str:
+def _step_range(row: AlikeSteps) -> str:
     first, last = row.first.index, row.last.index
     return f"{first} - {last}" if row.is_folded else str(first)
 
 
-def _time(row: Row) -> str:
+def _time(row: AlikeSteps) -> str:
     if row.wall_ns is None:
         return "-"
     return f"{'~' if row.is_folded else ''}{duration(row.wall_ns)}"
 
 
-def plain_lines(rows: Iterable[Row], catalog: Catalog) -> Iterator[str]:
+def plain_lines(rows: Iterable[AlikeSteps], catalog: Catalog) -> Iterator[str]:
     """The same table with tabs between its columns, for other programs."""
     yield "\t".join(PLAIN_COLUMNS)
     for row in rows:

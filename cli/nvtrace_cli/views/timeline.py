@@ -9,13 +9,12 @@
 A step is one mark, however few there are: where there is room for more, marks stand apart.
 
 Knows how steps are spread over columns and which state a column of many steps shows. Does not know
-how the steps were worked out (`summarize.py`).
+how the steps were worked out (`nvtrace.summary`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -25,38 +24,27 @@ from nvtrace_cli.views.console import glyphs
 from nvtrace_cli.views.text import count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.summary import StepSummary
+    from nvtrace.summary import RequestState, StepSummary
     from nvtrace_cli.views.console import Glyphs
 
 _MAX_COLUMNS_PER_STEP = 4
 _NICE = (1, 2, 5)
 
 
-class CellState(IntEnum):
-    """What a request does in a step; of several in one column the highest is drawn."""
-
-    ABSENT = 0
-    WAITING = 1
-    IDLE = 2  # running, but not in this step's batch
-    DECODE = 3
-    ENDED = 4
-    PREFILL = 5
-    PREEMPTED = 6
-
-    @property
-    def style(self) -> str:
-        """The theme's name for its colour."""
-        return self.name.lower()
-
-
-_LEGEND = (  # in the order of a request's life
-    *(CellState.WAITING, CellState.PREFILL, CellState.DECODE),
-    *(CellState.IDLE, CellState.PREEMPTED, CellState.ENDED),
+# Of several states in one column the highest is drawn. None: the request is not there.
+_RANKS: dict[RequestState | None, int] = {
+    state: rank
+    for rank, state in enumerate(
+        (None, "waiting", "idle", "decode", "ended", "prefill", "preempted")
+    )
+}
+_LEGEND: tuple[RequestState, ...] = (  # in the order of a request's life
+    *("waiting", "prefill", "decode", "idle", "preempted", "ended"),
 )
 
 
@@ -150,16 +138,19 @@ class Timeline:
             ),
         )
 
-    def _cells(self, scale: Scale) -> dict[int, list[CellState]]:
-        cells = {seq_id: [CellState.ABSENT] * scale.num_columns for seq_id in self.seq_ids}
+    def _cells(self, scale: Scale) -> dict[int, list[RequestState | None]]:
+        cells: dict[int, list[RequestState | None]] = {
+            seq_id: [None] * scale.num_columns for seq_id in self.seq_ids
+        }
         for step in self.steps:
             column = scale.column(step.index)
-            for seq_id, strokes in _strokes(step):
+            for seq_id, states in step.states():
                 if seq_id not in cells:
                     continue
                 row = cells[seq_id]
-                for offset, stroke in enumerate(strokes[: scale.columns_per_step]):
-                    row[column + offset] = max(row[column + offset], stroke)
+                for place, state in enumerate(states[: scale.columns_per_step], start=column):
+                    if _RANKS[state] > _RANKS[row[place]]:
+                        row[place] = state
         return cells
 
     def _batch_sizes(self, scale: Scale) -> list[int | None]:
@@ -172,46 +163,22 @@ class Timeline:
             sizes[column:stop] = [largest] * scale.columns_per_step
         return sizes
 
-    def _legend(self, cells: dict[int, list[CellState]], shapes: Glyphs, margin: int) -> Text:
-        seen = {state for row in cells.values() for state in row} - {CellState.ABSENT}
+    def _legend(
+        self, cells: dict[int, list[RequestState | None]], shapes: Glyphs, margin: int
+    ) -> Text:
+        seen = {state for row in cells.values() for state in row}
         legend = Text(" " * margin)
         for state in (state for state in _LEGEND if state in seen):
-            legend.append(_glyph(state, shapes), style=state.style)
-            legend.append(f" {self.catalog.ui(f'state_{state.style}')}   ")
+            legend.append(getattr(shapes, state), style=state)
+            legend.append(f" {self.catalog.ui(f'state_{state}')}   ")
         legend.rstrip()
         return legend
 
 
-def _strokes(step: StepSummary) -> Iterator[tuple[int, tuple[CellState, ...]]]:
-    """(seq_id, what it does in the step: one thing, or also its end) of each."""
-    ended = {seq_id for seq_id, _ in step.finished}
-    victims = {event.seq_id for event in step.preempted}
-    batch = set(step.seq_ids)
-    for share in step.shares:
-        strokes: tuple[CellState, ...] = (
-            CellState.PREFILL if share.is_prefill else CellState.DECODE,
-        )
-        if share.seq_id in ended:
-            end = (CellState.ENDED,)
-            strokes = (CellState.PREFILL, *end) if share.is_prefill else end
-        yield share.seq_id, strokes
-    for seq_id in {*step.aborted, *(ended - batch)}:
-        yield seq_id, (CellState.ENDED,)
-    for seq_id in step.running:
-        if seq_id not in batch:
-            yield seq_id, (CellState.IDLE,)
-    for seq_id in step.waiting:
-        yield seq_id, (CellState.PREEMPTED if seq_id in victims else CellState.WAITING,)
-
-
-def _glyph(state: CellState, shapes: Glyphs) -> str:
-    return " " if state is CellState.ABSENT else str(getattr(shapes, state.style))
-
-
-def _row(cells: list[CellState], shapes: Glyphs) -> Text:
+def _row(cells: list[RequestState | None], shapes: Glyphs) -> Text:
     line = Text()
     for state in cells:
-        line.append(_glyph(state, shapes), style="" if state is CellState.ABSENT else state.style)
+        line.append(" " if state is None else getattr(shapes, state), style=state or "")
     return line
 
 

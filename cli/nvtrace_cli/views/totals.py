@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from nvtrace.metrics import refusals_of
-from nvtrace_cli.summary import Phase, PhaseSum
+from nvtrace.metrics import PhaseMetrics, refusals_of
+from nvtrace.steptime import Phase
 from nvtrace_cli.views.notes import why_refused
 from nvtrace_cli.views.prose import Prose
 from nvtrace_cli.views.table import FittingTable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.summary import RequestSummary, RunSummary
+    from nvtrace.summary import RequestSummary, RunSummary
 
 _NS_PER_S = 1e9
 _TEXT_INDENT = 5
@@ -55,7 +55,7 @@ def totals(
 
 
 def _sums(run: RunSummary, catalog: Catalog) -> Iterator[tuple[str, str]]:
-    prefill, decode, mixed = (run.sums.get(phase, PhaseSum()) for phase in get_args(Phase))
+    prefill, decode, mixed = (run.sums.get(phase, PhaseMetrics()) for phase in get_args(Phase))
     requests = run.requests.values()
     num_prompt = sum(request.prompt_len for request in requests)
     num_completion = sum(request.num_completion_tokens for request in requests)

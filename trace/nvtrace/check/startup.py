@@ -6,12 +6,13 @@ Knows what is said twice, and the rules by which a pool is sized. Does not know 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 from nvtrace.check.fields import TP_BACKENDS
 from nvtrace.check.finding import Clash, Fact, Rule, differ
 from nvtrace.check.queues import in_vocabulary
+from nvtrace.envelope import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,34 +100,17 @@ def _weights(ledger: Ledger, event: ev.ModelWeightsLoaded) -> Iterator[Clash]:
     """The checkpoint holds this model's tensors, in numbers of two to eight bytes."""
     if event.num_files > event.num_keys:
         yield Clash(Fact("num_files", event.num_files), Fact("num_keys", event.num_keys))
-    model = ledger.header.model if ledger.header else {}
-    if model.get("architecture") != "Qwen3ForCausalLM":
+    model = ModelFacts() if ledger.header is None else ledger.header.facts.model
+    if model.architecture != "Qwen3ForCausalLM" or model.num_weights is None:
         return
-    try:
-        num_keys, num_numbers = weights_of(model)
-    except KeyError:
-        return
-    has_tied_head = model["tie_word_embeddings"] and event.num_keys == num_keys + 1
+    num_keys, num_numbers = model.num_weights
+    has_tied_head = bool(model.tie_word_embeddings) and event.num_keys == num_keys + 1
     if has_tied_head:  # it may be in the file or not
-        num_numbers += model["vocab_size"] * model["hidden_size"]
+        num_numbers += (model.vocab_size or 0) * (model.hidden_size or 0)
     yield from differ("num_keys", event.num_keys, "weights_of_model", num_keys + has_tied_head)
     if event.num_bytes % 2 or not 2 * num_numbers <= event.num_bytes <= 8 * num_numbers:
         sizes = [2 * num_numbers, 8 * num_numbers]
         yield Clash(Fact("num_bytes", event.num_bytes), Fact("bytes_of_model", sizes))
-
-
-def weights_of(model: dict[str, Any]) -> tuple[int, int]:
-    """How many tensors a Qwen3 of this shape has, and how many numbers they hold together."""
-    hidden, head_dim = model["hidden_size"], model["head_dim"]
-    num_heads = model["num_attention_heads"] + model["num_key_value_heads"]
-    num_outer = 1 if model["tie_word_embeddings"] else 2  # embedding, head
-    layer = 2 * hidden * num_heads * head_dim + 3 * hidden * model["intermediate_size"]
-    layer += 2 * hidden + 2 * head_dim  # norms
-    num_numbers = num_outer * model["vocab_size"] * hidden + hidden
-    return (
-        num_outer + 1 + 11 * model["num_hidden_layers"],
-        num_numbers + model["num_hidden_layers"] * layer,
-    )
 
 
 def _duration(ledger: Ledger, event: ev.ModelWeightsLoaded | ev.EngineReady) -> Iterator[Clash]:

@@ -602,9 +602,9 @@ def test_a_recorder_that_raises_does_not_stop_the_run_but_fails_it(
     outcome = call(capsys, *run_arguments(oracle, "--max-tokens", "2"))
     assert outcome.code == 5
     assert text_of(oracle.greedy([8], 2)) in outcome.out
-    assert outcome.err.count("Recorder.state_transition() raised this. The run goes on") == 1
+    assert outcome.err.count("Recorder.state_transition() raised this error. The run goes on") == 1
     assert failure(outcome.err) == (
-        "nvtrace: trace.jsonl is not whole: the recorder's state_transition() raised "
+        "nvtrace: trace.jsonl is incomplete: the recorder's state_transition() raised "
         "LookupError: no such field"
     )
 

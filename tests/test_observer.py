@@ -154,7 +154,7 @@ def test_what_a_hook_raises_goes_no_further_and_is_said_once(
     assert raiser.failures == [hook, hook]
     message = capsys.readouterr().err
     assert message.count("LookupError: not today") == 1
-    assert message.count(f"nanovllm: Raiser.{hook}() raised this. The run goes on") == 1
+    assert message.count(f"nanovllm: Raiser.{hook}() raised this error. The run goes on") == 1
 
 
 @pytest.mark.parametrize("hook", GUARDED)

@@ -487,7 +487,10 @@ def test_what_a_workers_observer_raises_is_said_and_the_run_goes_on(
     llm = make_llm(narrow.folder, Chief(Plot(rank=1, deed="raise")), tensor_parallel_size=2)
     assert llm.generate([[1, 2, 3], [4]], params) == expected
     llm.exit()
-    assert capfd.readouterr().err.count("Saboteur.step_start() raised this. The run goes on") == 1
+    assert (
+        capfd.readouterr().err.count("Saboteur.step_start() raised this error. The run goes on")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("deed", ["raise at the start", "raise when made"])

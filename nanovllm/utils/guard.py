@@ -65,7 +65,7 @@ def guarded(observer: Observer | None) -> Observer:
 def _say(what: str, error: Exception) -> None:
     with suppress(Exception):  # stderr may be closed, or none
         sys.stderr.write(
-            f"{''.join(traceback.format_exception(error))}nanovllm: {what} raised this. The run "
-            "goes on, and what the observer tells is not whole. Mend this method, or run without "
-            "the observer. Its later errors are not shown.\n"
+            f"{''.join(traceback.format_exception(error))}nanovllm: {what} raised this error. "
+            "The run goes on, but the observer's record is incomplete. Fix this method, or run "
+            "without the observer. Later errors are not shown.\n"
         )

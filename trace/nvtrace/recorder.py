@@ -140,7 +140,7 @@ class Recorder(Observer):
         kept: where a trace that was in the way has been renamed to.
         kept_others: the same of other ranks' traces: (from, to) of each.
         recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
-        failure: which method raised first, and what; the trace is not whole then.
+        failure: which method raised first, and what; the trace is then incomplete.
     """
 
     def __init__(

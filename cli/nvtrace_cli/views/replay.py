@@ -47,7 +47,7 @@ class Replay:
         source: path of the trace, "-" for stdin.
         selection: what to show of it.
         catalog: the words.
-        warn: takes a sentence about a trace that is not whole.
+        warn: takes a sentence about an incomplete trace.
         speed: 2.0 plays twice as fast as it was, infinity without waiting, None plays nothing.
         is_unfolded: give every step a row of its own.
     """

@@ -37,12 +37,10 @@ _NICE = (1, 2, 5)
 
 
 # Of several states in one column the highest is drawn. None: the request is not there.
-_RANKS: dict[RequestState | None, int] = {
-    state: rank
-    for rank, state in enumerate(
-        (None, "waiting", "idle", "decode", "ended", "prefill", "preempted")
-    )
-}
+_BY_RANK: tuple[RequestState | None, ...] = (
+    *(None, "waiting", "idle", "decode", "ended", "prefill", "preempted"),
+)
+_RANKS = {state: rank for rank, state in enumerate(_BY_RANK)}
 _LEGEND: tuple[RequestState, ...] = (  # in the order of a request's life
     *("waiting", "prefill", "decode", "idle", "preempted", "ended"),
 )

@@ -31,7 +31,7 @@ class Faults:
     Attributes:
         source: path of the trace, "-" for stdin.
         catalog: the words.
-        warn: takes a sentence about a trace that is not whole.
+        warn: takes a sentence about an incomplete trace.
     """
 
     source: str

@@ -259,6 +259,7 @@ def told(recorder: RankRecorder, oracle: Oracle) -> None:
         max_seqlen_q=3,
         max_seqlen_k=3,
         block_tables=None,
+        context_lens=[3],
         logits_indices=[2],
     )
     recorder.prepare_prefill_tensors(prefill)

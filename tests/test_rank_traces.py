@@ -20,8 +20,8 @@ from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import load
 from nvtrace.catalog import load_catalog
+from nvtrace.caveats import about_rank, saying_whose
 from nvtrace.envelope import Footer, Header, Unknown
-from nvtrace.led import about_rank, saying_whose
 from nvtrace.pipeline import Sink
 from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
 from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace

@@ -173,7 +173,7 @@ class Scheduler:
         for seq, num_tokens in zip(batch.seqs, batch.num_scheduled_tokens, strict=True):
             num_computed_before = seq.num_computed_tokens
             seq.num_computed_tokens += num_tokens
-            self.block_manager.publish(seq, num_computed_before)
+            self.block_manager.hash_full_blocks(seq, num_computed_before)
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
             seq.token_ids.append(token_id)  # its K and V follow in the next step

@@ -146,7 +146,7 @@ def _take_the_newest_page_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publish_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
-    original = BlockManager.publish
+    original = BlockManager.hash_full_blocks
 
     def publish(self: BlockManager, seq: Sequence, num_computed_before: int) -> None:
         num_computed, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.observer import Observer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -23,7 +23,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            with callers_world_kept():
+            with keep_global_state():
                 from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM

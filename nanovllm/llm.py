@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.parallel.worker_group import join_ranks
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 from nanovllm.utils.guard import guarded
 from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class LLM(LLMEngine):
         WorkerError: a process for another rank did not start.
     """
 
-    @callers_world_kept()
+    @keep_global_state()
     def __init__(
         self,
         model: str | Path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from nanovllm.utils.peers import no_such
+from nanovllm.utils.vllm_names import no_such
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.utils.options import optional, real_number, texts, truth, whole_number, whole_numbers
-from nanovllm.utils.peers import for_peers
+from nanovllm.utils.vllm_names import accepts_vllm_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@for_peers("__init__")
+@accepts_vllm_options("__init__")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.

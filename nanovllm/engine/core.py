@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.gpu.foresight import Foresight, foresee
+from nanovllm.gpu.run_ahead import NextStep, predict_next_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -55,7 +55,7 @@ class Launched:
         """How long the GPU was busy with it, known after `token_ids`; None without a GPU."""
         return self._gpu_ns
 
-    def launch_next(self, foresight: Foresight) -> Launched | None:
+    def launch_next(self, next_step: NextStep) -> Launched | None:
         """Launch the next step behind this one; None if that is not possible."""
         raise NotImplementedError
 
@@ -149,6 +149,6 @@ class EngineCore:
         self, batch: Batch, launched: Launched, token_ids: list[int] | None = None
     ) -> None:
         if launched.can_be_followed:
-            foresight = foresee(self.scheduler, batch, token_ids)
-            if foresight is not None:
-                self._ahead = launched.launch_next(foresight)
+            next_step = predict_next_step(self.scheduler, batch, token_ids)
+            if next_step is not None:
+                self._ahead = launched.launch_next(next_step)

@@ -27,8 +27,8 @@ from nanovllm.outputs import (
     stream_output,
 )
 from nanovllm.utils.input_processor import InputProcessor, Request, check_fits
-from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.vllm_names import accepts_vllm_options
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     Stream = Generator[StreamOutput, None, None]
 
 
-@for_peers("generate", "stream", "add_request")
+@accepts_vllm_options("generate", "stream", "add_request")
 class LLMEngine:
     """Requests and text around the loop (`core.py`). `LLM` builds one from a model's folder.
 
@@ -99,7 +99,7 @@ class LLMEngine:
         self.core = EngineCore(self.scheduler, runner, self.output_processor.process, observer)
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
-        self._turn = RLock()  # not a Lock: an observer may call the engine back
+        self._lock = RLock()  # not a Lock: an observer may call the engine back
         self._handled: BaseException | None = None  # the exception that _recovering dealt with last
 
     # -- request by request ----------------------------------------------------------------------
@@ -121,7 +121,7 @@ class LLMEngine:
 
         Any other exception (an observer's, or Ctrl-C) ends every unfinished request, as in `step`.
         """
-        with self._turn:
+        with self._lock:
             return self._enqueue(*self.input_processor.one(prompt, sampling_params)[:2])
 
     def step(self) -> list[RequestOutput]:
@@ -130,7 +130,7 @@ class LLMEngine:
         An exception from within (the model's, or Ctrl-C) ends every unfinished request; the engine
         can be used again after that.
         """
-        with self._turn, self._recovering():
+        with self._lock, self._recovering():
             if self.is_finished():
                 return []
             finished = self.core.step_ahead() if self.core.runner.runs_ahead else self.core.step()
@@ -142,7 +142,7 @@ class LLMEngine:
         Raises:
             KeyError: no such request, or it has ended.
         """
-        with self._turn:
+        with self._lock:
             if seq_id not in self.requests:
                 raise KeyError(f"no unfinished request has seq_id {seq_id}")
             seq = self.requests[seq_id]
@@ -175,7 +175,7 @@ class LLMEngine:
         Raises:
             RuntimeError: requests are unfinished; their blocks cannot be taken from them.
         """
-        with self._turn:
+        with self._lock:
             self._check_finished("reset_prefix_cache()")
             self.scheduler.block_manager.reset_prefix_cache()
 
@@ -203,7 +203,7 @@ class LLMEngine:
             RequestRefusedError: all requests were refused.
             RuntimeError: requests from `add_request` are unfinished.
         """
-        with self._turn:
+        with self._lock:
             self._check_idle()
             requests = self.input_processor.batch(prompts, sampling_params)
             num_prompts = len(requests)
@@ -239,23 +239,23 @@ class LLMEngine:
         Raises:
             As `generate`; and TokenizerError, if tokens cannot be turned into text one by one.
         """
-        with self._turn:
+        with self._lock:
             self._check_idle()
             self.tokenizer.check_detokenizable("streaming needs")
             requests = self.input_processor.batch(prompts, sampling_params)
-        return self._by_turns(self._stream(requests))
+        return self._locked(self._stream(requests))
 
-    def _by_turns(self, stream: Stream) -> Stream:
+    def _locked(self, stream: Stream) -> Stream:
         """The same outputs; other threads may use the engine between two of them."""
         try:
             while True:
-                with self._turn:
+                with self._lock:
                     output = next(stream, None)
                 if output is None:
                     return
                 yield output
         finally:
-            with self._turn:
+            with self._lock:
                 stream.close()
 
     def _stream(self, requests: list[Request]) -> Stream:
@@ -268,16 +268,16 @@ class LLMEngine:
             num_outputs = len(refused)
             for place, output in refused.items():
                 yield stream_output(output, "", place)
-            while not self.is_finished() or self.output_processor.news:
-                self.step()  # does nothing if an abort() is the only news
+            while not self.is_finished() or self.output_processor.updates:
+                self.step()  # does nothing if an abort() is the only updates
                 # Made before the first is yielded: what happens during a yield comes next time.
-                news = [
+                updates = [
                     stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
-                    for seq, delta in self.output_processor.take_news()
+                    for seq, delta in self.output_processor.take_updates()
                 ]
-                for new in news:
-                    num_outputs += new["finish_reason"] is not None
-                    yield new
+                for update in updates:
+                    num_outputs += update["finish_reason"] is not None
+                    yield update
         finally:
             self.output_processor.stop_streaming()
             # Closed before its end: nobody waits for the rest.

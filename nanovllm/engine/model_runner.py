@@ -31,7 +31,7 @@ from nanovllm.engine.kv_cache import KVBudget, allocate_kv_cache, estimate_budge
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.gpu.cuda_graphs import capture_graphs
-from nanovllm.gpu.timer import Stretch, measuring
+from nanovllm.gpu.timer import GPUTimer, gpu_timer
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -150,12 +150,12 @@ class ModelRunner:
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             return self.graphs.launch(batch, step, step.inputs)
-        logits, stretch = self.compute_eagerly(step)
+        logits, timer = self.compute_eagerly(step)
         # An unfinished chunk of a prompt has nothing to sample.
         token_ids = self.sample(logits, batch.sampled_seqs) if batch.sampled_seqs else []
-        return Launched(token_ids, None if stretch is None else stretch.elapsed_ns())
+        return Launched(token_ids, None if timer is None else timer.elapsed_ns())
 
-    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
+    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, GPUTimer | None]:
         """This rank's part of a step, kernel by kernel.
 
         Returns:
@@ -171,13 +171,13 @@ class ModelRunner:
         num_tokens = input_ids.numel()
         threads = threads_for(num_tokens, self.largest_weight)
         with self.ranks.computing(step):
-            with forward_context(context), threads, measuring(self.device) as stretch:
+            with forward_context(context), threads, gpu_timer(self.device) as timer:
                 logits = self.forward(input_ids, positions)
             self.ranks.parallel.await_device()
         no_graph = self.eager_reason or "batch_beyond_graphs"
         reason = no_graph if step.phase == "decode" else step.phase
         self.observer.run_eager(reason, num_tokens)
-        return logits, stretch
+        return logits, timer
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute a step kernel by kernel, inside a `forward_context`: tokens -> logits."""

@@ -31,7 +31,9 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.detokenizers: dict[int, Detokenizer] = {}  # by seq_id
         self.is_streaming = False
-        self.news: dict[int, tuple[Sequence, Detokenizer]] = {}  # since `take_news`, by seq_id
+        self.updates: dict[
+            int, tuple[Sequence, Detokenizer]
+        ] = {}  # since `take_updates`, by seq_id
 
     def add(self, seq: Sequence) -> None:
         """A request was queued."""
@@ -75,16 +77,16 @@ class OutputProcessor:
     # -- streaming -------------------------------------------------------------------------------
 
     def stop_streaming(self) -> None:
-        """No more news will be asked for."""
+        """No more updates will be asked for."""
         self.is_streaming = False
-        self.news.clear()
+        self.updates.clear()
 
-    def take_news(self) -> list[tuple[Sequence, str]]:
+    def take_updates(self) -> list[tuple[Sequence, str]]:
         """The requests that got new text or ended since the last call, each with that text."""
-        news = [(seq, detokenizer.take()) for seq, detokenizer in self.news.values()]
-        self.news.clear()
-        return [(seq, delta) for seq, delta in news if delta or seq.is_finished]
+        updates = [(seq, detokenizer.take()) for seq, detokenizer in self.updates.values()]
+        self.updates.clear()
+        return [(seq, delta) for seq, delta in updates if delta or seq.is_finished]
 
     def _note(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         if self.is_streaming:
-            self.news[seq.seq_id] = seq, detokenizer
+            self.updates[seq.seq_id] = seq, detokenizer

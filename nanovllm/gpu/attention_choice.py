@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
-FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
+FLASH_BLOCK_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
 FLASH_CAPABILITY = (8, 0)
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
@@ -170,7 +170,7 @@ def _obstacle(name: str, facts: AttentionFacts) -> str | None:
         "flash_attn_missing": facts.flash_attn is not None,
         "gpu_too_old": facts.capability >= FLASH_CAPABILITY,
         "needs_16_bit": facts.dtype in {"float16", "bfloat16"},
-        "needs_pages_of_256": facts.block_size % FLASH_PAGE_MULTIPLE == 0,
+        "needs_pages_of_256": facts.block_size % FLASH_BLOCK_MULTIPLE == 0,
         "head_dim_unsupported": facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0,
         "triton_missing": facts.has_triton,  # it writes K and V into the pages
     }

@@ -43,7 +43,7 @@ import torch
 
 from nanovllm.engine.core import Launched
 from nanovllm.engine.model_inputs import DecodeInputs, prepare_decode
-from nanovllm.gpu.timer import Stretch
+from nanovllm.gpu.timer import GPUTimer
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import FLOAT32, broken_logits
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import PrefillInputs, Step
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.foresight import Foresight
     from nanovllm.gpu.qwen3_fused import FusedQwen3
+    from nanovllm.gpu.run_ahead import NextStep
     from nanovllm.observer import Observer
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
@@ -143,25 +143,25 @@ class GraphStep(Launched):
         seqs: the batch.
         places: the row of each, in the batch's order.
         size: of the graph.
-        stretch: around the step on the GPU; its end is passed when the tokens are on the host.
+        timer: around the step on the GPU; its end is passed when the tokens are on the host.
         host_token_ids: (size,), -1 in a row whose logits were not finite.
-        foresight: of a step that was launched ahead: what must come true.
-        is_drawn: does each row draw its next token by itself?
+        next_step: of a step that was launched ahead: what must come true.
+        is_sampled: does each row draw its next token by itself?
     """
 
     graphs: DecodeGraphs
     seqs: list[Sequence]
     places: list[int]
     size: int
-    stretch: Stretch
+    timer: GPUTimer
     host_token_ids: Tensor
-    foresight: Foresight | None = None
-    is_drawn: bool = True
+    predicted: NextStep | None = None
+    is_sampled: bool = True
 
     @property
     def can_be_followed(self) -> bool:
         """See Launched."""
-        return self.is_drawn and self.graphs.ranks.parallel.world_size == 1
+        return self.is_sampled and self.graphs.ranks.parallel.world_size == 1
 
     def token_ids(self) -> list[int]:
         """See Launched.
@@ -169,9 +169,9 @@ class GraphStep(Launched):
         Raises:
             LogitsError: the logits of a row have no largest finite number.
         """
-        if not self.is_drawn:
+        if not self.is_sampled:
             return self.graphs.sample(self.graphs.logits(self.places), self.seqs)
-        self.stretch.last.synchronize()
+        self.timer.end.synchronize()
         by_row: list[int] = self.host_token_ids.tolist()
         token_ids = [by_row[place] for place in self.places]
         if min(token_ids) < 0:
@@ -180,21 +180,21 @@ class GraphStep(Launched):
 
     def gpu_ns(self) -> int | None:
         """See Launched."""
-        return self.stretch.elapsed_ns()
+        return self.timer.elapsed_ns()
 
-    def launch_next(self, foresight: Foresight) -> GraphStep | None:
+    def launch_next(self, next_step: NextStep) -> GraphStep | None:
         """See Launched. It must be of the same graph."""
-        return self.graphs.launch_next(self, foresight)
+        return self.graphs.launch_next(self, next_step)
 
     def is_step_of(self, batch: Batch) -> bool:
         """See Launched. Who ended unforeseen leaves its row; the other rows count."""
-        rows = None if self.foresight is None else self.foresight.rows_of(batch)
+        rows = None if self.predicted is None else self.predicted.rows_of(batch)
         if rows is None:
             return False
         places = [self.places[row] for row in rows]
         self.graphs.clear(sorted({*self.places} - {*places}))
         self.seqs, self.places = batch.seqs, places
-        self.graphs.tell_ahead(batch, self.size)
+        self.graphs.report_ahead(batch, self.size)
         return True
 
 
@@ -238,7 +238,7 @@ class DecodeGraphs:
         )
         # Two steps can be under way: one that is waited for, and one behind it.
         self._hosts = list(self.buffers.host_token_ids)
-        self._stretches = [Stretch(), Stretch()]
+        self._timers = [GPUTimer(), GPUTimer()]
         self._tables_are_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     # -- start -----------------------------------------------------------------------------------
@@ -315,15 +315,15 @@ class DecodeGraphs:
     def launch(self, batch: Batch, step: Step, inputs: DecodeInputs) -> GraphStep:
         """Begin a step of rank 0's, whose rows know how to draw."""
         self.buffers.load_sampling(batch.seqs)
-        places, is_drawn = list(range(len(batch.seqs))), all(map(is_sampled_in_graph, batch.seqs))
+        places, is_sampled = list(range(len(batch.seqs))), all(map(is_sampled_in_graph, batch.seqs))
         launched = self.compute(step, inputs)
-        return GraphStep(self, batch.seqs, places, *launched, is_drawn=is_drawn)
+        return GraphStep(self, batch.seqs, places, *launched, is_sampled=is_sampled)
 
-    def compute(self, step: Step, inputs: DecodeInputs) -> tuple[int, Stretch, Tensor]:
+    def compute(self, step: Step, inputs: DecodeInputs) -> tuple[int, GPUTimer, Tensor]:
         """Load a batch and replay its graph, with all ranks.
 
         Returns:
-            The graph's size, the stretch around it, and where its tokens will be.
+            The graph's size, the timer around it, and where its tokens will be.
         """
         batch_size = len(inputs.input_ids)
         size = self.size_for(batch_size)
@@ -338,23 +338,23 @@ class DecodeGraphs:
         return size, *launched
 
     @torch.inference_mode()
-    def launch_next(self, step: GraphStep, foresight: Foresight) -> GraphStep | None:
+    def launch_next(self, step: GraphStep, next_step: NextStep) -> GraphStep | None:
         """Launch the next step behind `step`, if the same graph will do.
 
         The rows of sequences that end become padding where they are; the others keep their places.
         """
         seqs, places, size = step.seqs, step.places, step.size
-        if self.size_for(len(foresight.seqs)) != size:
+        if self.size_for(len(next_step.seqs)) != size:
             return None
-        for index, block_id in foresight.new_blocks:
+        for index, block_id in next_step.new_blocks:
             self.buffers.host_tables[places[index], len(seqs[index].block_table)] = block_id
-        if foresight.new_blocks:
+        if next_step.new_blocks:
             self._copy_tables(places[-1] + 1)
-        self.clear([places[index] for index in foresight.ending])
-        places = [places[index] for index in foresight.going_on]
-        return GraphStep(self, foresight.seqs, places, size, *self._replay(size), foresight)
+        self.clear([places[index] for index in next_step.ending])
+        places = [places[index] for index in next_step.continuing]
+        return GraphStep(self, next_step.seqs, places, size, *self._replay(size), next_step)
 
-    def tell_ahead(self, batch: Batch, size: int) -> None:
+    def report_ahead(self, batch: Batch, size: int) -> None:
         """Say of a batch that its step was launched ahead."""
         inputs, batch_size = prepare_decode(batch, self.block_size), len(batch.seqs)
         self.observer.prepare_decode_tensors(inputs)
@@ -385,15 +385,15 @@ class DecodeGraphs:
         rows.host_tables[:num_seqs, :width] = blocks.view(num_seqs, width)
         self._copy_tables(num_seqs)
 
-    def _replay(self, size: int) -> tuple[Stretch, Tensor]:
-        """Launch the step that the buffers hold. Returns at once: the stretch, and its tokens."""
-        self._stretches.reverse()
+    def _replay(self, size: int) -> tuple[GPUTimer, Tensor]:
+        """Launch the step that the buffers hold. Returns at once: the timer, and its tokens."""
+        self._timers.reverse()
         self._hosts.reverse()
         host_token_ids = self._hosts[0][:size]
-        with self._stretches[0] as stretch:
+        with self._timers[0] as timer:
             self.graphs[size].replay()
             host_token_ids.copy_(self.buffers.token_ids[:size], non_blocking=True)
-        return stretch, host_token_ids
+        return timer, host_token_ids
 
     def _copy_tables(self, num_seqs: int) -> None:
         rows = self.buffers

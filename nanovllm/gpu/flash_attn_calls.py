@@ -45,9 +45,9 @@ class FlashAttnCalls:
     def __init__(self, version: Literal[2, 3]) -> None:
         package: Any = import_module("flash_attn" if version == 2 else "flash_attn_interface")  # noqa: PLR2004 - the version's number
         self._varlen = package.flash_attn_varlen_func
-        self._with_pages = package.flash_attn_with_kvcache
+        self._with_kvcache = package.flash_attn_with_kvcache
         self._tables_name = "block_table" if version == 2 else "page_table"  # noqa: PLR2004 - the same
-        self._reads_pages_by_varlen = version == 2  # noqa: PLR2004 - the same
+        self._varlen_takes_tables = version == 2  # noqa: PLR2004 - the same
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
@@ -65,9 +65,9 @@ class FlashAttnCalls:
         }
         if context.block_tables is not None:
             options[self._tables_name] = context.block_tables
-            if not self._reads_pages_by_varlen:
+            if not self._varlen_takes_tables:
                 lens = context.context_lens
-                return _first(self._with_pages(q, keys, values, cache_seqlens=lens, **options))
+                return _first(self._with_kvcache(q, keys, values, cache_seqlens=lens, **options))
         options |= {"cu_seqlens_k": context.cu_seqlens_k, "max_seqlen_k": context.max_seqlen_k}
         return _first(self._varlen(q, keys, values, **options))
 
@@ -76,7 +76,7 @@ class FlashAttnCalls:
     ) -> Tensor:
         """Attend from one token a sequence; (num_seqs, num_heads, head_dim), as `q` is."""
         options = {self._tables_name: context.block_tables}
-        attended = self._with_pages(
+        attended = self._with_kvcache(
             q.unsqueeze(1),  # (num_seqs, 1, num_heads, head_dim)
             k_cache,
             v_cache,

@@ -63,12 +63,12 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
     config, device = runner.config, runner.device
     if device.type != "cuda":
         return None
-    page = (
+    one_block = (
         *(2, model_config.num_hidden_layers, 1, config.kvcache_block_size),
         *(runner.ranks.parallel.num_heads(model_config.num_key_value_heads), model_config.head_dim),
     )
     if runner.fused is not None:  # its kernels want pages to write to, or not
-        runner.use_kv_cache(torch.zeros(page, dtype=runner.dtype, device=device))
+        runner.use_kv_cache(torch.zeros(one_block, dtype=runner.dtype, device=device))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current_bytes = torch.cuda.memory_allocated(device)

@@ -4,7 +4,7 @@ A packed layer multiplies once where the checkpoint has several matrices that sh
 one large product is faster than three small ones. It knows which of its rows belong to which
 matrix, and returns them as shards, which the loader fills.
 
-Split by output (PackedLinear) or by input (RowLinear), each rank holds a part:
+Split by output (MergedLinear) or by input (RowLinear), each rank holds a part:
 
            whole weight            rank 0            rank 1
          +-------+-------+       +-------+-------+
@@ -77,7 +77,7 @@ class RowLinear(Linear):
         return self.parallel.all_reduce(super().forward(x))
 
 
-class PackedLinear(Linear):
+class MergedLinear(Linear):
     """Several matrices with the same input, stacked by rows; of each, this rank's rows.
 
     vLLM: QKVParallelLinear and MergedColumnParallelLinear.

@@ -13,7 +13,7 @@ The vertical line is the residual stream. Each norm also does the addition befor
 layer returns two tensors: its output, not yet added, and the stream.
 
 Modules have the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
-both. Where one matrix here stacks several, its `PackedLinear` has their names.
+both. Where one matrix here stacks several, its `MergedLinear` has their names.
 
 Does not know sequences and blocks: all tokens of a step are one flat batch, and only `Attention`
 knows which token belongs to which sequence.
@@ -29,7 +29,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
+from nanovllm.layers.linear import Linear, MergedLinear, RowLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, Rotation
 from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
@@ -50,7 +50,7 @@ class Qwen3Attention(nn.Module):
         q_rows = parallel.split_heads(num_heads, head_dim)
         kv_rows = parallel.split_heads(num_kv_heads, head_dim)
         qkv_rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.qkv_proj = PackedLinear(config.hidden_size, qkv_rows)
+        self.qkv_proj = MergedLinear(config.hidden_size, qkv_rows)
         self.o_proj = RowLinear(num_heads * head_dim, config.hidden_size, parallel)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
@@ -75,7 +75,7 @@ class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         rows = parallel.split(0, config.intermediate_size)  # the same of both: no sum comes between
-        self.gate_up_proj = PackedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
+        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
         self.act_fn = SiluAndMul()
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, parallel)
 

@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nanovllm.errors import ContactLostError, WorkerError
-from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect
+from nanovllm.parallel.torchrun import TorchrunRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,20 +78,20 @@ class Lockstep(Ranks):
     An exception in the middle of a step leaves the ranks at different places: the engine is over.
     """
 
-    def __init__(self, launch: Launch, config: Config) -> None:
-        store = launch_store()
-        number = store.add(f"nanovllm/engines/{launch.rank}", 1)  # this rank's nth
+    def __init__(self, torchrun: TorchrunRank, config: Config) -> None:
+        store = torchrun_store()
+        number = store.add(f"nanovllm/engines/{torchrun.rank}", 1)  # this rank's nth
         store = PrefixStore(f"nanovllm/engine/{number}", store)
-        _await_all(store, launch.world_size)
+        _await_all(store, torchrun.world_size)
         parallel = connect(
             store,
-            launch.rank,
-            launch.world_size,
-            rank_device(config.device, launch.local_rank),
+            torchrun.rank,
+            torchrun.world_size,
+            rank_device(config.device, torchrun.local_rank),
             config.distributed_timeout,
-            is_one_machine=launch.num_local_ranks == launch.world_size,
+            is_one_machine=torchrun.num_local_ranks == torchrun.world_size,
         )
-        super().__init__(parallel, launch.num_local_ranks)
+        super().__init__(parallel, torchrun.num_local_ranks)
         self._ended: str | None = None
         weakref.finalize(self, parallel.close)
 
@@ -159,7 +159,7 @@ def _await_all(store: Store, world_size: int) -> None:
 
 
 @cache
-def launch_store() -> Store:
+def torchrun_store() -> Store:
     """The notice board that all processes of a launch share; one connection for each process.
 
     It is kept: where no agent serves it, rank 0 does, and must go on while others read.
@@ -174,10 +174,10 @@ def share(name: str, value: str) -> str:
 
     Each rank's nth call with a name is about the same text.
     """
-    launch = Launch.from_environment(os.environ)
-    if launch is None:
+    torchrun = TorchrunRank.from_environment(os.environ)
+    if torchrun is None:
         return value
-    store = launch_store()
-    number = store.add(f"nanovllm/{name}/{launch.rank}", 1)
+    store = torchrun_store()
+    number = store.add(f"nanovllm/{name}/{torchrun.rank}", 1)
     agreed: bytes = store.compare_set(f"nanovllm/{name}/agreed/{number}", "", value)
     return agreed.decode()

@@ -37,7 +37,7 @@ import torch
 from torch import distributed
 
 from nanovllm.errors import ContactLostError
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,7 +342,7 @@ def _nccl_group(store: Store, rank: int, world_size: int) -> Any:  # noqa: ANN40
     # Left to itself, torch's watchdog answers a collective that waits too long by ending the whole
     # process, before anybody can say what happened. `await_device` is what watches here.
     options._timeout = timedelta(days=1)  # noqa: SLF001 - there is no public name
-    with callers_world_kept():
+    with keep_global_state():
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read when the group is made
         return nccl(store, rank, world_size, options)
 

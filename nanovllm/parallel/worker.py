@@ -1,7 +1,7 @@
 """The process of a rank that the engine started: it computes what rank 0 says, until told to stop.
 
     rank 0 ──Step, Step, ... None──> worker         through a pipe; no limit to a step's size
-    rank 0 <──Hello, perhaps Failure── worker       the same pipe
+    rank 0 <──Ready, perhaps Failure── worker       the same pipe
     rank 0 <══════ collectives ══════> worker       all results
 
 It must not outlive rank 0. Rank 0's death closes a pipe, which a thread waits for, so that it is
@@ -68,7 +68,7 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Ready:
     """A worker's first word: everything is imported, the others can be met."""
 
 
@@ -111,7 +111,7 @@ def worker_main(setup: WorkerSetup, connection: Connection) -> None:
 def _serve(setup: WorkerSetup, connection: Connection, observer: Observer) -> None:
     config = setup.config
     torch.set_num_threads(setup.num_threads)
-    connection.send(Hello())
+    connection.send(Ready())
     connection.recv()  # the others are there too: from now on nobody waits long
     parallel = connect(
         join_store(setup.port),

@@ -3,7 +3,7 @@
 Whatever goes wrong with one of them ends as a WorkerError that says which one and why, within
 `distributed_timeout` (and a moment to find the cause), with no process left:
 
-    it raised        its last words come through the pipe
+    it raised        its last reply come through the pipe
     it died          its exit code, or the signal that killed it
     it stalls        a collective, or the pipe, waits too long, and one rank has not said a word
 
@@ -32,10 +32,10 @@ import torch
 
 from nanovllm.errors import ContactLostError, WorkerError
 from nanovllm.parallel.interrupts import interrupts_blocked, interrupts_deferred
-from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.ranks import Lockstep, Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect, serve_store
-from nanovllm.parallel.worker import Failure, Hello, WorkerSetup, worker_main
+from nanovllm.parallel.torchrun import TorchrunRank
+from nanovllm.parallel.worker import Failure, Ready, WorkerSetup, worker_main
 from nanovllm.utils.threads import num_threads
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from nanovllm.observer import Observer
     from nanovllm.utils.model_config import ModelConfig
 
-_SECONDS_TO_EXPLAIN = 2.0  # for somebody's last words to come in, after something went wrong
+_SECONDS_TO_EXPLAIN = 2.0  # for somebody's last reply to come in, after something went wrong
 _SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; then it is killed
 _SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; then it is killed
 
@@ -63,23 +63,23 @@ class _Workers:
     parallel: TensorParallel | None = None
     owner: int = field(default_factory=os.getpid)
 
-    def stop(self, *, is_polite: bool = True) -> None:
+    def stop(self, *, sends_stop: bool = True) -> None:
         """End every process, and wait until it has.
 
         Args:
-            is_polite: tell them to stop; else only close the pipes, which says the same to those
+            sends_stop: tell them to stop; else only close the pipes, which says the same to those
                 who listen.
         """
         if self.is_forked:
-            self._let_go()
+            self._release_fork()
             return
         for connection in self.connections:
-            if is_polite:
+            if sends_stop:
                 with suppress(OSError):  # it is gone already
                     connection.send(None)
             connection.close()
         for process in self.processes:
-            process.join(_SECONDS_TO_EXIT if is_polite else _SECONDS_TO_GIVE_UP)
+            process.join(_SECONDS_TO_EXIT if sends_stop else _SECONDS_TO_GIVE_UP)
             process.kill()  # it computes, or hangs in a collective; its trace is flushed
             process.join()
         self.processes.clear()
@@ -96,7 +96,7 @@ class _Workers:
         """Is this a fork of rank 0's process? It has the lists, but the workers are not its own."""
         return os.getpid() != self.owner
 
-    def _let_go(self) -> None:
+    def _release_fork(self) -> None:
         """Let a fork come to its end without ending the workers, and without waiting for them."""
         for connection in self.connections:  # this process's ends: rank 0 has its own
             connection.close()
@@ -132,7 +132,7 @@ class WorkerGroup(Ranks):
         atexit.register(self._finalizer)
         with self._watching("start"):
             store, port = serve_store()
-            make_observer = _recipe(observer)
+            make_observer = _observer_maker(observer)
             for rank in range(1, num_ranks):
                 setup = WorkerSetup(
                     rank=rank,
@@ -144,7 +144,7 @@ class WorkerGroup(Ranks):
                     dies_with_thread=threading.current_thread() is threading.main_thread(),
                 )
                 self._start(setup)
-            self._greet()
+            self._await_workers()
             device = rank_device(config.device, 0)
             parallel = connect(store, 0, num_ranks, device, self._timeout, is_one_machine=True)
         parallel.is_any_gone = self._workers.is_any_gone
@@ -161,13 +161,13 @@ class WorkerGroup(Ranks):
     def computing(self, step: Step) -> Iterator[None]:
         """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
         with interrupts_deferred(), self._watching("step"):
-            self._tell(step)
+            self._send(step)
             with num_threads(self._num_threads):
                 yield
 
     def exit(self) -> None:
         """See Ranks."""
-        self._end("exit() was called", is_polite=True)
+        self._end("exit() was called", sends_stop=True)
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -189,30 +189,30 @@ class WorkerGroup(Ranks):
         self._workers.processes.append(process)
         theirs.close()  # the worker's is the only one now, and its end closes the pipe
 
-    def _greet(self) -> None:
+    def _await_workers(self) -> None:
         """Wait until every worker is there, then tell them: from now on nobody waits long."""
         for rank, connection in enumerate(self._workers.connections, start=1):
             if not connection.poll(START_TIMEOUT):
                 raise WorkerError(f"rank {rank} did not start within {START_TIMEOUT:g} s")
             try:
-                words = connection.recv()
+                reply = connection.recv()
             except (EOFError, OSError) as error:
                 raise ContactLostError(f"rank {rank} ended at its start") from error
-            if isinstance(words, Failure):
-                raise _own_error(rank, words)
-        self._tell(Hello())
+            if isinstance(reply, Failure):
+                raise _rank_error(rank, reply)
+        self._send(Ready())
 
-    def _end(self, why: str, *, is_polite: bool) -> None:
+    def _end(self, why: str, *, sends_stop: bool) -> None:
         if self._ended is None:
             self._ended = f"this engine has ended, make a new LLM: {why}"
             atexit.unregister(self._finalizer)
             if self._finalizer.detach() is not None:
                 with interrupts_deferred():  # or a worker that hangs would be left behind
-                    self._workers.stop(is_polite=is_polite)
+                    self._workers.stop(sends_stop=sends_stop)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _tell(self, what: Step | Hello) -> None:
+    def _send(self, what: Step | Ready) -> None:
         content = ForkingPickler.dumps(what)  # once for all
         for rank, connection in enumerate(self._workers.connections, start=1):
             try:
@@ -235,11 +235,11 @@ class WorkerGroup(Ranks):
         except ContactLostError as error:
             limit = f"{self._timeout:g} s (distributed_timeout)"
             cause = self._find_cause(error, f"{START_TIMEOUT:g} s" if what == "start" else limit)
-            self._end(str(cause), is_polite=False)
+            self._end(str(cause), sends_stop=False)
             raise cause from error
         except BaseException as error:
             why = f"rank 0 failed within a {what}: {type(error).__name__}: {error}"
-            self._end(why, is_polite=False)
+            self._end(why, sends_stop=False)
             raise
 
     def _find_cause(self, error: ContactLostError, limit: str) -> WorkerError:
@@ -249,13 +249,13 @@ class WorkerGroup(Ranks):
         silent = dict(enumerate(pairs, start=1))
         while silent and wait([pipe for pipe, _ in silent.values()], _SECONDS_TO_EXPLAIN):
             for rank, (connection, process) in list(silent.items()):
-                words = _last_words(connection, process)
-                if isinstance(words, str):
-                    return WorkerError(f"rank {rank} {words}")
-                if words is not None and not words.is_consequence:
-                    return _own_error(rank, words)
-                if words is not None:
-                    noticed.append(f"rank {rank}: {words.error}")
+                reply = _read_failure(connection, process)
+                if isinstance(reply, str):
+                    return WorkerError(f"rank {rank} {reply}")
+                if reply is not None and not reply.is_consequence:
+                    return _rank_error(rank, reply)
+                if reply is not None:
+                    noticed.append(f"rank {rank}: {reply.error}")
                     del silent[rank]
         if silent:
             ranks = " and ".join(map(str, silent))
@@ -273,29 +273,29 @@ def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) ->
         WorkerError: not every rank came.
     """
     num_ranks = config.tensor_parallel_size
-    launch = Launch.from_environment(os.environ)
-    if launch is not None and launch.world_size != num_ranks:
+    torchrun = TorchrunRank.from_environment(os.environ)
+    if torchrun is not None and torchrun.world_size != num_ranks:
         raise ValueError(
             f"tensor_parallel_size={num_ranks}, but the environment says WORLD_SIZE="
-            f"{launch.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
-            f"tensor_parallel_size={launch.world_size}, or, if no launcher started this process, "
+            f"{torchrun.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
+            f"tensor_parallel_size={torchrun.world_size}, or, if no launcher started this process, "
             "unset RANK and WORLD_SIZE"
         )
     if num_ranks == 1:
         return Ranks(TensorParallel(device=rank_device(config.device, 0)))
-    if launch is not None:
-        return Lockstep(launch, config)
+    if torchrun is not None:
+        return Lockstep(torchrun, config)
     rank_device(config.device, num_ranks - 1)  # is there one for the last?
     return WorkerGroup(config, model_config, observer)
 
 
-def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str | None:
+def _read_failure(connection: Connection, process: SpawnProcess) -> Failure | str | None:
     """What became of a worker: its exception, or how it ended; None if it goes on."""
     try:
         while connection.poll():
-            words = connection.recv()
-            if isinstance(words, Failure):
-                return words
+            reply = connection.recv()
+            if isinstance(reply, Failure):
+                return reply
     except (EOFError, OSError):
         process.join(_SECONDS_TO_GIVE_UP)
         if process.exitcode is None:
@@ -311,22 +311,22 @@ def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str 
     return f"ended with exit code {code}{hint}"
 
 
-def _own_error(rank: int, failure: Failure) -> WorkerError:
+def _rank_error(rank: int, failure: Failure) -> WorkerError:
     error = WorkerError(f"rank {rank} raised {failure.error}")
     error.add_note(f"In rank {rank}:\n{failure.trace}")
     return error
 
 
-def _recipe(observer: Observer) -> Callable[[int], Observer] | None:
-    recipe = observer.for_workers()
+def _observer_maker(observer: Observer) -> Callable[[int], Observer] | None:
+    make_observer = observer.for_workers()
     try:
-        pickle.dumps(recipe)
+        pickle.dumps(make_observer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             "the observer's for_workers() must return something that can be sent to another "
-            f"process, such as a function of a module, not {recipe!r}: {error}"
+            f"process, such as a function of a module, not {make_observer!r}: {error}"
         ) from error
-    return recipe
+    return make_observer
 
 
 def _limit_sends(connection: Connection, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
 from nanovllm.utils.options import choice, real_number, truth, whole_number
-from nanovllm.utils.peers import own_options
+from nanovllm.utils.vllm_names import own_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

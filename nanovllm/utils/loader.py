@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import WeightsError
-from nanovllm.layers.linear import PackedLinear
+from nanovllm.layers.linear import MergedLinear
 from nanovllm.utils.files import check_file, explain, is_there, read_json
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
         module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
         parent_name = module_name.rpartition(".")[0]  # ....self_attn
         module = model.get_submodule(module_name)
-        if not isinstance(module, PackedLinear):
+        if not isinstance(module, MergedLinear):
             partition: Partition | None = getattr(module, "partition", None)
             destinations[name] = Destination(module_name, parameter, partition)
             continue

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.torchrun import TorchrunRank
 from nvtrace.files import Existing, Made, is_plain, make, move, reopened
 from nvtrace.pipeline import Sink, sink_of
 from nvtrace.reader import rank_path
@@ -131,8 +131,8 @@ def keep_ranks(path: Path, kept: Path) -> list[tuple[Path, Path]]:
 
 def shared_run_id(run_id: str, world_size: int) -> str:
     """One run_id for the recorders of all ranks that torchrun started."""
-    launch = Launch.from_environment(os.environ)
-    if launch is None or launch.world_size == 1 or launch.world_size != world_size:
+    torchrun = TorchrunRank.from_environment(os.environ)
+    if torchrun is None or torchrun.world_size == 1 or torchrun.world_size != world_size:
         return run_id
     from nanovllm.parallel.ranks import share  # noqa: PLC0415 - loads torch, as the engine does then
 

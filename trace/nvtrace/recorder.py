@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypedDict
 from typing_extensions import override
 
 from nanovllm.observer import Observer
-from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.torchrun import TorchrunRank
 from nvtrace import events as ev
 from nvtrace.events import new
 from nvtrace.pipeline import Sink, open_sink
@@ -114,13 +114,13 @@ def record(
     """
     from nvtrace.ranks import RankRecipe, keep_ranks  # noqa: PLC0415 - its recorder is one of ours
 
-    launch = Launch.from_environment(os.environ)
-    rank = 0 if launch is None else launch.rank
+    torchrun = TorchrunRank.from_environment(os.environ)
+    rank = 0 if torchrun is None else torchrun.rank
     own_path, processors = rank_path(Path(path), rank), tuple(processors)
     sink, kept = open_sink(own_path, existing=existing)
     with Recorder(sink, processors=processors, tap=tap, rank=rank) as recorder:
         recorder.kept = kept
-        if launch is None:
+        if torchrun is None:
             if kept is not None:
                 recorder.kept_others += keep_ranks(own_path, kept)
             recorder.recipe = RankRecipe(own_path, recorder.trace.run_id, processors, existing)

@@ -92,8 +92,8 @@ def _derive_inputs(
     is_real = position >= 0
     tl.store(rope_positions + row, tl.maximum(position, 0))
     column = tl.maximum(position, 0) // block_size
-    page = tl.load(block_tables + row * table_width + column, mask=is_real, other=0).to(tl.int64)
-    slot = page * block_size + position % block_size
+    block = tl.load(block_tables + row * table_width + column, mask=is_real, other=0).to(tl.int64)
+    slot = block * block_size + position % block_size
     tl.store(slot_mapping + row, tl.where(is_real, slot, -1))
     tl.store(is_greedy + row, tl.load(temperatures + row) == 0)
     tl.store(context_lens + row, (position + 1).to(tl.int32))

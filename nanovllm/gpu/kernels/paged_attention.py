@@ -206,11 +206,11 @@ def _attend_to(
         tokens = first + tl.arange(0, block_tokens)
         is_in = tokens < end
         if block_size % block_tokens == 0:  # all of the tile lies in one page
-            page = tl.load(table + first // block_size).to(tl.int64)
-            slots = page * block_size + first % block_size + tl.arange(0, block_tokens)
+            block_id = tl.load(table + first // block_size).to(tl.int64)
+            slots = block_id * block_size + first % block_size + tl.arange(0, block_tokens)
         else:
-            pages = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
-            slots = pages * block_size + tokens % block_size
+            block_ids = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
+            slots = block_ids * block_size + tokens % block_size
         places = (slots * num_kv_heads + kv_head)[:, None] * head_dim + columns
         keys = tl.load(k_cache + places, mask=is_in[:, None], other=0.0)
         # One row a query, one column a token, as powers of 2.

@@ -78,8 +78,8 @@ def prefill_attention(
     require_shape((num_seqs + 1,), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_tables is not None:
         require_shape((num_seqs, None), block_tables=block_tables)
-    _require_keys("k", k, num_kv_heads, head_dim, has_pages=block_tables is not None)
-    _require_keys("v", v, num_kv_heads, head_dim, has_pages=block_tables is not None)
+    _require_keys("k", k, num_kv_heads, head_dim, has_tables=block_tables is not None)
+    _require_keys("v", v, num_kv_heads, head_dim, has_tables=block_tables is not None)
     out = torch.empty_like(q)
     if num_tokens:
         tiling = choose_prefill_tiling(head_dim * q.element_size(), shared_memory_bytes(q.device))
@@ -99,7 +99,7 @@ def prefill_attention(
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
             block_size=1 if block_tables is None else k.shape[1],
-            has_pages=block_tables is not None,
+            has_tables=block_tables is not None,
             block_rows=tiling.block_rows,
             block_tokens=tiling.block_tokens,
             num_warps=NUM_WARPS,
@@ -110,16 +110,16 @@ def prefill_attention(
 
 
 def _require_keys(
-    name: str, keys: Tensor, num_kv_heads: int, head_dim: int, *, has_pages: bool
+    name: str, keys: Tensor, num_kv_heads: int, head_dim: int, *, has_tables: bool
 ) -> None:
     """Refuse keys (or values) whose heads are not in one piece, or whose pages are not."""
-    if keys.shape[-2:] != (num_kv_heads, head_dim) or keys.dim() != (4 if has_pages else 3):
-        pages = "(num_blocks, block_size" if has_pages else "(num_context_tokens"
+    if keys.shape[-2:] != (num_kv_heads, head_dim) or keys.dim() != (4 if has_tables else 3):
+        rows = "(num_blocks, block_size" if has_tables else "(num_context_tokens"
         raise ValueError(
-            f"{name} must have the shape {pages}, {num_kv_heads}, {head_dim}), "
+            f"{name} must have the shape {rows}, {num_kv_heads}, {head_dim}), "
             f"not {tuple(keys.shape)}."
         )
-    if keys.stride()[-2:] != (head_dim, 1) or (has_pages and not keys.is_contiguous()):
+    if keys.stride()[-2:] != (head_dim, 1) or (has_tables and not keys.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, not of the strides {keys.stride()}.")
 
 
@@ -140,7 +140,7 @@ def _attend_causally(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
-    has_pages: tl.constexpr,
+    has_tables: tl.constexpr,
     block_rows: tl.constexpr,
     block_tokens: tl.constexpr,
     is_early: tl.constexpr,
@@ -167,10 +167,10 @@ def _attend_causally(
     for first in range(0, end, block_tokens):
         tokens = first + tl.arange(0, block_tokens)
         is_in = tokens < context_len
-        if has_pages:
+        if has_tables:
             table = block_tables + seq * max_num_blocks
-            pages = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
-            slots = pages * block_size + tokens % block_size
+            block_ids = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
+            slots = block_ids * block_size + tokens % block_size
         else:
             slots = (begin_k + tokens).to(tl.int64)
         offsets = (head // group) * head_dim + columns

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def callers_world_kept() -> Iterator[None]:
+def keep_global_state() -> Iterator[None]:
     """Leave the generators and the environment as they were when this was entered."""
     numpy: Any = sys.modules.get("numpy")  # one that is not loaded has drawn nothing yet
     states = random.getstate(), numpy and numpy.random.get_state()

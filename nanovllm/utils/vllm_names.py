@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 T = TypeVar("T")
-PEERS: dict[str, dict[str, Any]] = tomllib.loads(
+NAMES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text("utf-8")
 )
 
 
 def no_such(what: str, name: str, own: Collection[str]) -> str:
     """Return a sentence: `what` has no such name; what to write instead, or what it has."""
-    instead = PEERS["instead"].get(name, f"it has: {', '.join(own)}")
+    instead = NAMES["instead"].get(name, f"it has: {', '.join(own)}")
     return f"{what} {name!r}; {instead}"
 
 
@@ -35,13 +35,13 @@ def own_options(what: str, options: Mapping[str, Any], own: Collection[str]) -> 
         TypeError: another one is not among `own`.
     """
     for name in (name for name in options if name not in own):
-        value, off = options[name], PEERS["changes_nothing"].get(name)
+        value, off = options[name], NAMES["changes_nothing"].get(name)
         if off is None or not (value is None or (isinstance(value, Real) and value in off)):
             raise TypeError(no_such(f"{what} has no option", name, own))
     return {name: value for name, value in options.items() if name in own}
 
 
-def for_peers(*methods: str) -> Callable[[type[T]], type[T]]:
+def accepts_vllm_options(*methods: str) -> Callable[[type[T]], type[T]]:
     """Decorate a class: these methods take such options, and a missing name says what to write."""
 
     def missing(self: object, name: str) -> NoReturn:

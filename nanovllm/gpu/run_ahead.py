@@ -1,4 +1,4 @@
-"""Foresight: what the next step will be, if nobody comes or goes in between.
+"""NextStep: what the next step will be, if nobody comes or goes in between.
 
 Asked before `Scheduler.postprocess`, and first even before the step's tokens are there, so that a
 GPU can begin the next step while the host still ends this one. Whatever happens in between (a
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class NextStep:
     """The next step: this batch again, each sequence one token further.
 
     Attributes:
         ending: indices in this batch of those that end with this step's tokens.
-        going_on: indices of the others: the next step's batch.
+        continuing: indices of the others: the next step's batch.
         new_blocks: the (index, block) of each sequence that gets a block before its next token.
         seqs: the next step's sequences.
         positions: where the next token of each is.
     """
 
     ending: list[int]
-    going_on: list[int]
+    continuing: list[int]
     new_blocks: list[tuple[int, int]]
     seqs: list[Sequence]
     positions: list[int]
@@ -51,7 +51,7 @@ class Foresight:
         seq = next(wanted, None)
         for row, candidate in enumerate(self.seqs):
             if candidate is seq:
-                block_id = block_of.get(self.going_on[row])
+                block_id = block_of.get(self.continuing[row])
                 is_there = block_id is None or seq.block_table[-1] == block_id
                 if not is_there or seq.num_computed_tokens != self.positions[row]:
                     return None
@@ -62,9 +62,9 @@ class Foresight:
         return rows if seq is None else None
 
 
-def foresee(
+def predict_next_step(
     scheduler: Scheduler, batch: Batch, token_ids: list[int] | None = None
-) -> Foresight | None:
+) -> NextStep | None:
     """Will the next step be this one again, one token further?
 
     Args:
@@ -79,7 +79,7 @@ def foresee(
     if scheduler.waiting or batch.num_prefills or len(batch.seqs) < len(scheduler.running):
         return None
     block_size = scheduler.block_manager.block_size
-    ending, going_on, takers, may_end = [], [], [], False
+    ending, continuing, takers, may_end = [], [], [], False
     for index, seq in enumerate(batch.seqs):
         num_tokens = len(seq.token_ids) + 1  # with this step's
         if num_tokens >= seq.max_num_tokens or (
@@ -87,20 +87,20 @@ def foresee(
         ):
             ending.append(index)
             continue
-        going_on.append(index)
+        continuing.append(index)
         # Whether a stop string is reached, only the text tells.
         may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
         if num_tokens > len(seq.block_table) * block_size:
             takers.append(index)
-    if not going_on or (may_end and takers):
+    if not continuing or (may_end and takers):
         return None  # the blocks of one that ends would be taken first
     seqs_ending = [batch.seqs[index] for index in ending]
     block_ids = next_blocks(scheduler.block_manager, len(takers), seqs_ending)
     if block_ids is None:
         return None
-    seqs = [batch.seqs[index] for index in going_on]
+    seqs = [batch.seqs[index] for index in continuing]
     positions = [seq.num_computed_tokens + 1 for seq in seqs]
-    return Foresight(ending, going_on, list(zip(takers, block_ids, strict=True)), seqs, positions)
+    return NextStep(ending, continuing, list(zip(takers, block_ids, strict=True)), seqs, positions)
 
 
 def next_blocks(pool: BlockManager, num_blocks: int, ending: list[Sequence]) -> list[int] | None:

@@ -16,7 +16,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TorchrunRank:
     """One of `world_size` processes that run the same script.
 
     Attributes:
@@ -32,7 +32,7 @@ class Launch:
     num_local_ranks: int
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Launch | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> TorchrunRank | None:
         """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
         Returns:

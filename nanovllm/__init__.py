@@ -1,7 +1,7 @@
-"""nanovllm: an LLM inference engine to read in an afternoon.
+"""nanovllm: an LLM inference engine that can be read in an afternoon.
 
-`LLM` and `SamplingParams` are the public face; an `Observer` is told what the engine does.
-Importing the package loads no torch: that happens with the first use of `LLM`.
+`LLM` and `SamplingParams` are the public API; the engine reports what it does to an `Observer`.
+Importing the package does not load torch: that happens at the first use of `LLM`.
 """
 
 from __future__ import annotations

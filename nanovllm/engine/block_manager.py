@@ -1,8 +1,8 @@
 """BlockManager: which blocks of the KV cache belong to which sequence.
 
-Knows block numbers, reference counts and the hashes of full blocks. Does not know what is written
-in a block (`kv_cache.py` has the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
-counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`.
+It handles block ids, reference counts and the hashes of full blocks; the tensors are in
+`kv_cache.py`. vLLM's counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`. (The
+paper on PagedAttention calls a block a page.)
 
     pool    block  0    1    2    3    4    5        block_size tokens of K and V each
             refs   2    1    0    0    1    1

@@ -1,10 +1,10 @@
-"""NextStep: what the next step will be, if nobody comes or goes in between.
+"""predict_next_step: what the next step will be, so that a GPU can run ahead.
 
-Asked before `Scheduler.postprocess`, and first even before the step's tokens are there, so that a
-GPU can begin the next step while the host still ends this one. Whatever happens in between (a
-request comes, say) makes it a wrong guess. A wrong guess costs time, and never changes a result.
+It is called before `Scheduler.postprocess`, first even before the step's tokens are known, so that
+a GPU can begin the next step while the host still ends this one. The prediction may be wrong: a
+request may arrive in between, say. A wrong prediction costs time, but never changes a result.
 
-Reads the scheduler's queues and the pool's free list. Changes nothing, and imports no torch.
+It reads the scheduler's queues and the pool's free list and changes nothing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """The next step: this batch again, each sequence one token further.
+    """A prediction of the next step: a decode of this batch, without the sequences that end.
 
     Attributes:
-        ending: indices in this batch of those that end with this step's tokens.
+        ending: indices in this batch of the sequences that end with this step's tokens.
         continuing: indices of the others: the next step's batch.
-        new_blocks: the (index, block) of each sequence that gets a block before its next token.
+        new_blocks: (index, block id) of each sequence that gets a new block for its next token.
         seqs: the next step's sequences.
-        positions: where the next token of each is.
+        positions: the position of each sequence's next token.
     """
 
     ending: list[int]
@@ -39,10 +39,11 @@ class NextStep:
     positions: list[int]
 
     def rows_of(self, batch: Batch) -> list[int] | None:
-        """Which of `seqs` are in the batch that was scheduled, if the others have ended.
+        """Compare the prediction with the batch that was scheduled.
 
         Returns:
-            Their indices; None if it is another step than was foreseen.
+            The indices in `seqs` of the batch's sequences, if all others have ended; None if the
+            prediction was wrong.
         """
         if batch.num_prefills:
             return None
@@ -65,16 +66,16 @@ class NextStep:
 def predict_next_step(
     scheduler: Scheduler, batch: Batch, token_ids: list[int] | None = None
 ) -> NextStep | None:
-    """Will the next step be this one again, one token further?
+    """Predict whether the next step is a decode of the same batch, or of what is left of it.
 
     Args:
-        scheduler: that chose the batch.
-        batch: the step under way.
-        token_ids: one sampled token for each of `batch.sampled_seqs`; None if unknown yet. Then
-            only those are foreseen to end that have reached their length.
+        scheduler: the scheduler that chose the batch.
+        batch: of the step in progress.
+        token_ids: one sampled token for each of `batch.sampled_seqs`; None if not known yet. Then
+            only the sequences that reach their length are predicted to end.
 
     Returns:
-        What the next step will be; None for another step, or where it cannot be told.
+        The next step; None if it will be another kind of step, or cannot be predicted.
     """
     if scheduler.waiting or batch.num_prefills or len(batch.seqs) < len(scheduler.running):
         return None
@@ -88,12 +89,12 @@ def predict_next_step(
             ending.append(index)
             continue
         continuing.append(index)
-        # Whether a stop string is reached, only the text tells.
+        # A stop string is found in the text, after `postprocess` is called.
         may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
         if num_tokens > len(seq.block_table) * block_size:
             takers.append(index)
     if not continuing or (may_end and takers):
-        return None  # the blocks of one that ends would be taken first
+        return None  # if a sequence ends, its blocks are taken before those of the free list
     seqs_ending = [batch.seqs[index] for index in ending]
     block_ids = next_blocks(scheduler.block_manager, len(takers), seqs_ending)
     if block_ids is None:
@@ -104,16 +105,16 @@ def predict_next_step(
 
 
 def next_blocks(pool: BlockManager, num_blocks: int, ending: list[Sequence]) -> list[int] | None:
-    """The blocks that will be taken next, once `ending` have given theirs back.
+    """The blocks that will be taken next, after the blocks of `ending` were freed.
 
     Returns:
-        None if there are not so many, or one of them still holds something cached, or that cannot
-        be told yet: the last block of one that ends is full, and about to be cached.
+        None if there are not enough, or if one of them is hashed, or if this is not known yet: the
+        last block of a sequence that ends is full, and will be hashed.
     """
     is_filled = any(seq.num_tokens % pool.block_size == 0 for seq in ending)
     if num_blocks and is_filled and pool.enable_prefix_caching:
         return None
-    returned = (  # to the list's head, by `deallocate`; the others go to its end
+    returned = (  # to the head of the free list, by `deallocate`; hashed ones go to its tail
         block_id
         for seq in reversed(ending)
         for block_id in seq.block_table

@@ -1,13 +1,13 @@
-"""WorkerGroup: rank 0's hold on the processes that it started for the other ranks.
+"""WorkerGroup: on rank 0, the processes that it started for the other ranks.
 
-Whatever goes wrong with one of them ends as a WorkerError that says which one and why, within
-`distributed_timeout` (and a moment to find the cause), with no process left:
+If anything goes wrong with one of them, a WorkerError says which one and why, within
+`distributed_timeout` (and up to 2 s to find the cause), and all workers are ended:
 
-    it raised        its last reply come through the pipe
+    it raised        a Failure comes through the pipe
     it died          its exit code, or the signal that killed it
-    it stalls        a collective, or the pipe, waits too long, and one rank has not said a word
+    it stalls        a collective, or the pipe, waits too long, and one rank has sent nothing
 
-Knows processes, pipes and time limits. Does not know what is computed (`worker.py`).
+`worker.py` is what a worker runs.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from nanovllm.observer import Observer
     from nanovllm.utils.model_config import ModelConfig
 
-_SECONDS_TO_EXPLAIN = 2.0  # for somebody's last reply to come in, after something went wrong
-_SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; then it is killed
-_SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; then it is killed
+_SECONDS_TO_EXPLAIN = 2.0  # to wait for a Failure, after something went wrong
+_SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; after that it is killed
+_SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; after that it is killed
 
 
 @dataclass(slots=True)
 class _Workers:
-    """What must come to an end: the processes, rank 1's first, the pipe to each, the group."""
+    """What must be ended: the processes from rank 1 on, the pipe to each, the process group."""
 
     processes: list[SpawnProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
@@ -67,20 +67,19 @@ class _Workers:
         """End every process, and wait until it has.
 
         Args:
-            sends_stop: tell them to stop; else only close the pipes, which says the same to those
-                who listen.
+            sends_stop: first send each a message to stop; else only close the pipes.
         """
         if self.is_forked:
             self._release_fork()
             return
         for connection in self.connections:
             if sends_stop:
-                with suppress(OSError):  # it is gone already
+                with suppress(OSError):  # it has ended already
                     connection.send(None)
             connection.close()
         for process in self.processes:
             process.join(_SECONDS_TO_EXIT if sends_stop else _SECONDS_TO_GIVE_UP)
-            process.kill()  # it computes, or hangs in a collective; its trace is flushed
+            process.kill()  # if it still computes, or hangs in a collective; its trace is flushed
             process.join()
         self.processes.clear()
         self.connections.clear()
@@ -93,40 +92,40 @@ class _Workers:
 
     @property
     def is_forked(self) -> bool:
-        """Is this a fork of rank 0's process? It has the lists, but the workers are not its own."""
+        """Is this process a fork of rank 0's? Then the workers are not its children."""
         return os.getpid() != self.owner
 
     def _release_fork(self) -> None:
-        """Let a fork come to its end without ending the workers, and without waiting for them."""
-        for connection in self.connections:  # this process's ends: rank 0 has its own
+        """In a fork: let it exit without ending the workers, and without waiting for them."""
+        for connection in self.connections:  # the fork's copies: those of rank 0 stay open
             connection.close()
-        # Those that multiprocessing ends when this process exits; there is no public way to them.
+        # The children that multiprocessing ends at exit; there is no public access to them.
         getattr(multiprocessing.process, "_children", set()).difference_update(self.processes)
         if self.parallel is not None:
             self.parallel.close()
 
 
 class WorkerGroup(Ranks):
-    """Ranks 1 .. tensor_parallel_size - 1 as child processes, and this process as rank 0.
+    """This process as rank 0, and ranks 1 .. tensor_parallel_size - 1 as its child processes.
 
     Args:
         config: the engine's settings, resolved.
-        model_config: the checkpoint's shape.
-        observer: asked for the observers of the workers.
+        model_config: the model's config.
+        observer: its `for_workers` gives the observers of the workers.
 
     Raises:
         WorkerError: a worker did not start.
-        TypeError: what the observer gives for the workers cannot be sent to them.
+        TypeError: what `for_workers` returns cannot be pickled.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, observer: Observer) -> None:
         num_ranks = config.tensor_parallel_size
         self._timeout = config.distributed_timeout
-        # More threads than cores would wait for each other in every layer.
+        # With more threads than cores, ranks would wait for each other in every layer.
         self._num_threads = max(1, torch.get_num_threads() // num_ranks)
         self._ended: str | None = None
         self._workers = _Workers()
-        # Registered late, so run early: before multiprocessing ends its daemons the hard way.
+        # Exit handlers run in reverse order: this one runs before multiprocessing kills daemons.
         self._finalizer = weakref.finalize(self, self._workers.stop)
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
@@ -159,7 +158,7 @@ class WorkerGroup(Ranks):
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
-        """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
+        """See Ranks. Ctrl-C is deferred until the step is computed, so that the ranks agree."""
         with interrupts_deferred(), self._watching("step"):
             self._send(step)
             with num_threads(self._num_threads):
@@ -183,14 +182,14 @@ class WorkerGroup(Ranks):
             daemon=True,
         )
         if os.name == "posix":
-            resource_tracker.ensure_running()  # started below, it would unblock interrupts
+            resource_tracker.ensure_running()  # starting it later would unblock interrupts
         with interrupts_blocked():
             process.start()
         self._workers.processes.append(process)
-        theirs.close()  # the worker's is the only one now, and its end closes the pipe
+        theirs.close()  # only the worker has this end now, so the pipe closes when it ends
 
     def _await_workers(self) -> None:
-        """Wait until every worker is there, then tell them: from now on nobody waits long."""
+        """Wait until every worker is ready, then tell all of them to connect."""
         for rank, connection in enumerate(self._workers.connections, start=1):
             if not connection.poll(START_TIMEOUT):
                 raise WorkerError(f"rank {rank} did not start within {START_TIMEOUT:g} s")
@@ -207,13 +206,13 @@ class WorkerGroup(Ranks):
             self._ended = f"this engine has ended, make a new LLM: {why}"
             atexit.unregister(self._finalizer)
             if self._finalizer.detach() is not None:
-                with interrupts_deferred():  # or a worker that hangs would be left behind
+                with interrupts_deferred():  # otherwise a worker that hangs could be left running
                     self._workers.stop(sends_stop=sends_stop)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _send(self, what: Step | Ready) -> None:
-        content = ForkingPickler.dumps(what)  # once for all
+        content = ForkingPickler.dumps(what)  # once for all workers
         for rank, connection in enumerate(self._workers.connections, start=1):
             try:
                 connection.send_bytes(content)
@@ -222,7 +221,7 @@ class WorkerGroup(Ranks):
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Turn every way in which a worker can fail into a WorkerError; leave nothing running."""
+        """Turn every failure of a worker into a WorkerError. After any error, end all workers."""
         if self._ended is not None:
             raise WorkerError(self._ended)
         if self._workers.is_forked:
@@ -243,7 +242,7 @@ class WorkerGroup(Ranks):
             raise
 
     def _find_cause(self, error: ContactLostError, limit: str) -> WorkerError:
-        """Who was it? Those who only noticed say so; the first who knows more has the word."""
+        """Find the rank that failed first; others may report only that they lost contact."""
         noticed: list[str] = []
         pairs = zip(self._workers.connections, self._workers.processes, strict=True)
         silent = dict(enumerate(pairs, start=1))
@@ -265,12 +264,12 @@ class WorkerGroup(Ranks):
 
 
 def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) -> Ranks:
-    """Take a place among the ranks; start the other ones if nobody else has.
+    """Connect to the other ranks; start them, unless torchrun has done so.
 
     Raises:
         ValueError: torchrun started another number of processes than `tensor_parallel_size`.
         ValueError: there are fewer GPUs than ranks.
-        WorkerError: not every rank came.
+        WorkerError: not every rank started.
     """
     num_ranks = config.tensor_parallel_size
     torchrun = TorchrunRank.from_environment(os.environ)
@@ -285,12 +284,12 @@ def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) ->
         return Ranks(TensorParallel(device=rank_device(config.device, 0)))
     if torchrun is not None:
         return Lockstep(torchrun, config)
-    rank_device(config.device, num_ranks - 1)  # is there one for the last?
+    rank_device(config.device, num_ranks - 1)  # raises if there are fewer GPUs than ranks
     return WorkerGroup(config, model_config, observer)
 
 
 def _read_failure(connection: Connection, process: SpawnProcess) -> Failure | str | None:
-    """What became of a worker: its exception, or how it ended; None if it goes on."""
+    """How a worker ended: its Failure, or a description; None if it is still running."""
     try:
         while connection.poll():
             reply = connection.recv()
@@ -330,9 +329,9 @@ def _observer_maker(observer: Observer) -> Callable[[int], Observer] | None:
 
 
 def _limit_sends(connection: Connection, seconds: float) -> None:
-    """Let a send fail that waits so long for a worker to read: its pipe is a pair of sockets.
+    """Set a time limit for sending through a pipe, which is a pair of sockets.
 
-    It can wait twice: once for the part that still goes in, and once for the rest, which does not.
+    A send can wait twice, for the part that still fits and for the rest: so each gets half.
     """
     if os.name == "posix":
         seconds /= 2

@@ -1,11 +1,11 @@
-"""What belongs to the caller's program, kept as it was while other libraries are at work.
+"""keep_global_state: undo what other libraries do to random generators and the environment.
 
-Some draw from Python's global `random` when they are imported (rich does, which httpx imports for
-transformers), or set environment variables (torch's inductor, scikit-learn). A program that seeds,
-makes an engine and draws would get other numbers on another machine.
+Some libraries use Python's global `random` when they are imported (rich does; transformers imports
+it through httpx), or set environment variables (torch's inductor, scikit-learn). Without this, a
+program that seeds `random`, creates an engine and then uses `random` could get different numbers on
+another machine.
 
-Knows the generators of `random` and numpy, and the environment. Does not know who changed them:
-what another thread draws or sets meanwhile is undone as well.
+Changes that other threads make at the same time are undone as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def keep_global_state() -> Iterator[None]:
-    """Leave the generators and the environment as they were when this was entered."""
-    numpy: Any = sys.modules.get("numpy")  # one that is not loaded has drawn nothing yet
+    """Restore the generators of `random` and numpy, and the environment, on leaving."""
+    numpy: Any = sys.modules.get("numpy")  # if it is not loaded, its generator was not used
     states = random.getstate(), numpy and numpy.random.get_state()
     environment = dict(os.environ)
     try:
@@ -34,5 +34,5 @@ def keep_global_state() -> Iterator[None]:
             numpy.random.set_state(states[1])
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-        # Only what has changed: a thread of a C library may be reading the others.
+        # Only what has changed, because a thread of a C library may be reading the rest.
         os.environ.update(environment.items() - os.environ.items())

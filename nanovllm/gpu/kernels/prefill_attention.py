@@ -1,15 +1,15 @@
-"""prefill_attention: from many new tokens of each sequence to all before them, causally.
+"""prefill_attention: causal attention of the new tokens of each sequence to its whole context.
 
         new tokens are the last of the context             one program: one head, one block of rows
                     k0 k1 k2 k3 k4 k5 k6
-              q4  [  x  x  x  x  x  .  .  ]                 it goes through the tiles of keys from
-              q5  [  x  x  x  x  x  x  .  ]                 the left, as far as its last row sees
-              q6  [  x  x  x  x  x  x  x  ]
+              q4  [  x  x  x  x  x  .  .  ]                 its loop goes over the tiles of keys
+              q5  [  x  x  x  x  x  x  .  ]                 from the left, up to the last key that
+              q6  [  x  x  x  x  x  x  x  ]                 its last row attends to
 
-Keys and values come in one piece, or, where something is cached, from the pages.
+Keys and values are read from one tensor, or, if something is cached, from the blocks.
 
-Tuned for nothing but 64 rows and 64 keys a step, which is about as fast as flash-attn 2 on Hopper.
-(Less where a head is so large, or a GPU so small, that these do not fit.)
+With 64 rows and 64 keys per step it is about as fast as flash-attn 2 on Hopper. (The steps are
+smaller if these do not fit, with large heads or on a small GPU.)
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -47,15 +47,16 @@ def prefill_attention(
     scale: float,
     block_tables: Tensor | None = None,
 ) -> Tensor:
-    """Attend from any number of new tokens a sequence to its whole context, causally.
+    """Causal attention of the new tokens of each sequence, any number, to its whole context.
 
     The oracle is `SdpaBackend.prefill`. (vLLM and flash-attn: flash_attn_varlen_func.)
 
     Args:
         q: (num_tokens, num_heads, head_dim).
         k: without `block_tables` (num_context_tokens, num_kv_heads, head_dim), all contexts one
-            after another; with them the pages, (num_blocks, block_size, num_kv_heads, head_dim).
-            Only heads must be in one piece: a view of packed rows will do.
+            after another; with them the cache, (num_blocks, block_size, num_kv_heads, head_dim).
+            Without `block_tables`, only the heads of a token must be contiguous: a view of the qkv
+            product is possible.
         v: the same.
         cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens.
         cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths.
@@ -91,7 +92,7 @@ def prefill_attention(
             cu_seqlens_k,
             block_tables,
             out,
-            scale / math.log(2),  # the kernel's powers are those of 2
+            scale / math.log(2),  # the kernel uses powers of 2 instead of e
             0 if block_tables is None else block_tables.shape[1],
             k.stride(-3),
             v.stride(-3),
@@ -112,7 +113,7 @@ def prefill_attention(
 def _require_keys(
     name: str, keys: Tensor, num_kv_heads: int, head_dim: int, *, has_tables: bool
 ) -> None:
-    """Refuse keys (or values) whose heads are not in one piece, or whose pages are not."""
+    """Check shape and strides of keys or values: contiguous heads, and a contiguous cache."""
     if keys.shape[-2:] != (num_kv_heads, head_dim) or keys.dim() != (4 if has_tables else 3):
         rows = "(num_blocks, block_size" if has_tables else "(num_context_tokens"
         raise ValueError(
@@ -158,7 +159,7 @@ def _attend_causally(
     columns = tl.arange(0, head_dim)[None, :]
     places = ((begin_q + rows).to(tl.int64) * num_heads + head)[:, None] * head_dim + columns
     queries = tl.load(q + places, mask=is_row[:, None], other=0.0)
-    positions = context_len - num_new + rows  # of the rows, in their sequence
+    positions = context_len - num_new + rows  # of the rows' tokens in their sequence
     largest = tl.full((block_rows,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((block_rows,), dtype=tl.float32)
     values_sum = tl.zeros((block_rows, head_dim), dtype=tl.float32)

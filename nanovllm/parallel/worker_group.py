@@ -298,7 +298,7 @@ def _read_failure(connection: Connection, process: SpawnProcess) -> Failure | st
     except (EOFError, OSError):
         process.join(_SECONDS_TO_GIVE_UP)
         if process.exitcode is None:
-            return "hung up"
+            return "closed its pipe"
     code = process.exitcode
     if code is None:
         return None

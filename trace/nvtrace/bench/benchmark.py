@@ -201,12 +201,12 @@ class _Benchmark:
         """All who take part in any workload, in the order of `_names`."""
         folder = Path(config.model)
         # Just the pages that are needed: two engines share the memory, and none must preempt.
-        num_pages, largest = max(
-            (work.num_pages(config.kvcache_block_size), work.name) for work in workloads
+        num_blocks, largest = max(
+            (work.num_blocks(config.kvcache_block_size), work.name) for work in workloads
         )
         max_num_seqs = max(config.max_num_seqs, *(len(work.requests) for work in workloads))
         options = _options(self.plan) | {
-            "num_kvcache_blocks": num_pages,
+            "num_kvcache_blocks": num_blocks,
             "max_num_seqs": max_num_seqs,
             "max_model_len": max(config.max_model_len, *(work.longest for work in workloads)),
         }
@@ -214,12 +214,12 @@ class _Benchmark:
         contenders: list[Contender] = []
         num_engines = len(names & {ENGINE, TRACED})
         refusal = BenchmarkError(
-            f"{largest} needs {num_pages} KV blocks of {config.kvcache_block_size} tokens in each "
+            f"{largest} needs {num_blocks} KV blocks of {config.kvcache_block_size} tokens in each "
             "engine, and the memory does not hold them: ask for fewer or shorter requests"
             + (", or for one engine (--trace on)" if num_engines > 1 else "")
         )
         if config.device == "cpu":  # which promises more than it has, and dies of it
-            num_bytes = num_pages * config.kvcache_block_size * model.kv_bytes_per_token
+            num_bytes = num_blocks * config.kvcache_block_size * model.kv_bytes_per_token
             if num_bytes * num_engines > cpu_memory()[1]:
                 raise refusal
         try:

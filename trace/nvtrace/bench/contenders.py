@@ -37,7 +37,7 @@ ENGINE, TRACED, GENERATE, CONTINUOUS = "engine", "engine traced", "generate", "c
 REFERENCES = (GENERATE, CONTINUOUS)
 _PADDING = 0
 _RESULT_TIMEOUT_S = 1.0
-_CPU_PAGE_SIZE = 32  # on a CPU faster than its 256: it reads whole pages
+_CPU_BLOCK_SIZE = 32  # on a CPU faster than its 256: it reads whole pages
 
 
 class Engine:
@@ -150,8 +150,8 @@ class Continuous:
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - any causal LM
         self.name = CONTINUOUS
         self.model = model
-        self.page_size = _CPU_PAGE_SIZE if model.device.type == "cpu" else 256
-        self.settings = f"blocks of {self.page_size} tokens, sdpa"
+        self.block_size = _CPU_BLOCK_SIZE if model.device.type == "cpu" else 256
+        self.settings = f"blocks of {self.block_size} tokens, sdpa"
         self._manager: Any = None
 
     @contextmanager
@@ -159,9 +159,9 @@ class Continuous:
         """Allocate pages for all requests, and start the thread."""
         longest_output = max(request.output_len for request in workload.requests)
         config = ContinuousBatchingConfig(
-            page_size=self.page_size,
+            page_size=self.block_size,
             # One page more for each: it takes the next before the last is full.
-            num_blocks=workload.num_pages(self.page_size) + len(workload.requests),
+            num_blocks=workload.num_blocks(self.block_size) + len(workload.requests),
             allow_block_sharing=False,  # no two prompts begin alike
         )
         with (

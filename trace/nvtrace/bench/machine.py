@@ -71,7 +71,7 @@ def computing_with(num_threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class HostMark:
+class HostEvent:
     """A moment on the host's clock, with the methods of a `torch.cuda.Event`."""
 
     def __init__(self, *, enable_timing: bool) -> None:
@@ -85,13 +85,13 @@ class HostMark:
     def synchronize(self) -> None:
         """Wait until the moment has come: on a CPU it has."""
 
-    def elapsed_time(self, later: HostMark) -> float:
+    def elapsed_time(self, later: HostEvent) -> float:
         """Milliseconds from this moment to a later one."""
         return (later.seconds - self.seconds) * 1e3
 
 
 def measure_bandwidth(
-    device: torch.device, num_copies: int | None = None, make_mark: Callable[..., Any] | None = None
+    device: torch.device, num_copies: int | None = None, new_event: Callable[..., Any] | None = None
 ) -> float:
     """Bytes per second that large copies on the device move, read and written; the best of 8 tries.
 
@@ -101,17 +101,17 @@ def measure_bandwidth(
     Args:
         device: whose memory.
         num_copies: in a try; None for the device's usual number.
-        make_mark: makes what takes the time; None for the device's own.
+        new_event: makes what takes the time; None for the device's own.
     """
     free = device_memory(device)[1]
     num_copies = num_copies or _NUM_COPIES[device.type]
-    usual_mark: Callable[..., Any] = HostMark if device.type == "cpu" else torch.cuda.Event
-    new_mark = make_mark or usual_mark
+    usual_event: Callable[..., Any] = HostEvent if device.type == "cpu" else torch.cuda.Event
+    make = new_event or usual_event
     source = torch.ones(copy_size(device.type, free), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     best_ms = float("inf")
     for _ in range(_NUM_TRIES):
-        first, last = (new_mark(enable_timing=True) for _ in range(2))
+        first, last = (make(enable_timing=True) for _ in range(2))
         first.record()
         for _ in range(num_copies):
             target.copy_(source)

@@ -59,10 +59,10 @@ class Workload:
         """Tokens of the longest request, prompt and output."""
         return max(len(request.prompt_token_ids) + request.output_len for request in self.requests)
 
-    def num_pages(self, page_size: int) -> int:
+    def num_blocks(self, block_size: int) -> int:
         """KV pages that hold all requests at once."""
         lengths = (len(r.prompt_token_ids) + r.output_len for r in self.requests)
-        return sum(-(-length // page_size) for length in lengths)
+        return sum(-(-length // block_size) for length in lengths)
 
     def first(self, num_requests: int | None) -> Workload:
         """The same workload with its first requests only; all of them if None."""
@@ -138,7 +138,7 @@ def make_workloads(name: str, seed: int, vocab_size: int, classes: DecodeClasses
     if name == "uneven":
         return [uneven(seed, vocab_size)]
     if name == "seed":
-        return [seed_project(seed)]
+        return [nano_vllm(seed)]
     return [
         decode(batch_size, context_len, seed, vocab_size)
         for context_len in classes.context_lens
@@ -156,7 +156,7 @@ def uneven(seed: int, vocab_size: int) -> Workload:
     return Workload("uneven", tuple(requests), is_comparison=True)
 
 
-def seed_project(seed: int) -> Workload:
+def nano_vllm(seed: int) -> Workload:
     """nano-vllm's benchmark, its numbers drawn in its order: all prompts, then all lengths."""
     draw = random.Random(seed)  # noqa: S311 - seeded, so that a benchmark can be repeated
     prompts = [_token_ids(draw, draw.randint(100, 1024), _SEED_LARGEST_ID + 1) for _ in range(256)]

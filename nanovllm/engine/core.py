@@ -61,7 +61,7 @@ class Launched:
         raise NotImplementedError
 
     def is_step_of(self, batch: Batch) -> bool:
-        """Was this step, launched ahead, launched for the batch that was then scheduled?"""
+        """Does this step, which was launched ahead, compute exactly this batch?"""
         raise NotImplementedError
 
 

@@ -80,7 +80,7 @@ def predict_next_step(
     if scheduler.waiting or batch.num_prefills or len(batch.seqs) < len(scheduler.running):
         return None
     block_size = scheduler.block_manager.block_size
-    ending, continuing, takers, may_end = [], [], [], False
+    ending, continuing, need_block, may_end = [], [], [], False
     for index, seq in enumerate(batch.seqs):
         num_tokens = len(seq.token_ids) + 1  # with this step's
         if num_tokens >= seq.max_num_tokens or (
@@ -89,19 +89,20 @@ def predict_next_step(
             ending.append(index)
             continue
         continuing.append(index)
-        # A stop string is found in the text, after `postprocess` is called.
+        # A stop string can be found only when the tokens are decoded to text, which is later.
         may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
         if num_tokens > len(seq.block_table) * block_size:
-            takers.append(index)
-    if not continuing or (may_end and takers):
+            need_block.append(index)
+    if not continuing or (may_end and need_block):
         return None  # if a sequence ends, its blocks are taken before those of the free list
     seqs_ending = [batch.seqs[index] for index in ending]
-    block_ids = next_blocks(scheduler.block_manager, len(takers), seqs_ending)
+    block_ids = next_blocks(scheduler.block_manager, len(need_block), seqs_ending)
     if block_ids is None:
         return None
     seqs = [batch.seqs[index] for index in continuing]
     positions = [seq.num_computed_tokens + 1 for seq in seqs]
-    return NextStep(ending, continuing, list(zip(takers, block_ids, strict=True)), seqs, positions)
+    new_blocks = list(zip(need_block, block_ids, strict=True))
+    return NextStep(ending, continuing, new_blocks, seqs, positions)
 
 
 def next_blocks(pool: BlockManager, num_blocks: int, ending: list[Sequence]) -> list[int] | None:

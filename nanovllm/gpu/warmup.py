@@ -6,7 +6,8 @@ largest prefill, the largest sampling, and the largest decode that is captured a
 
     max_num_batched_tokens = 16384, max_model_len = 4096:    4 prompts of 4096 tokens
 
-All slots are -1, so nothing is written to the cache; each layer has one block during the warm-up.
+All slots are -1, so nothing is written to the cache. For the fused kernels, which need a cache,
+each layer has one block during the warm-up.
 
 vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/model_runner.py`.
 """

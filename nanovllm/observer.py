@@ -71,7 +71,7 @@ class Observer:
         """The engine begins to start, with these settings (all "auto"s resolved)."""
 
     def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
-        """This process took its place among the ranks."""
+        """This process joined the ranks."""
 
     def model_weights_loaded(self, loaded: LoadedWeights) -> None:
         """The checkpoint's tensors are in the model."""
@@ -127,7 +127,7 @@ class Observer:
     def admission_stop(
         self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
     ) -> None:
-        """`seq`, the head of the waiting queue, must wait: it needs `need`, but has `have`."""
+        """`seq`, the head of the waiting queue, must wait: it needs `need`, and there is `have`."""
 
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
         """This step computes prompts."""

@@ -162,7 +162,7 @@ class ModelRunner:
         """
         inputs = step.inputs
         context = self._context(inputs)
-        if isinstance(inputs, PrefillInputs):  # any number of tokens a sequence
+        if isinstance(inputs, PrefillInputs):  # any number of tokens per sequence
             self.observer.prepare_prefill_tensors(inputs)
         else:
             self.observer.prepare_decode_tensors(inputs)

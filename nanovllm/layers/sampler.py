@@ -121,7 +121,7 @@ def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     sorted_scores = sorted_scores.masked_fill(ranks >= top_ks.unsqueeze(1), -torch.inf)
     probabilities = sorted_scores.softmax(dim=-1)
-    sum_before = probabilities.cumsum(dim=-1) - probabilities  # of all likelier tokens
+    sum_before = probabilities.cumsum(dim=-1) - probabilities  # of all more likely tokens
     is_cut = (sum_before >= top_ps.unsqueeze(1)) & (ranks > 0)
     sorted_scores = sorted_scores.masked_fill(is_cut, -torch.inf)
     return torch.empty_like(scores).scatter_(1, token_ids, sorted_scores)

@@ -72,7 +72,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `config`."""
+    """The same for its `config`."""
 
     model: str | None = None
     max_num_batched_tokens: Count | None = None
@@ -88,21 +88,21 @@ class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `clock`."""
+    """The same for its `clock`."""
 
     anchor_unix_ns: _Number | None = None
     num_untimed_steps: _Number | None = None
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `engine`."""
+    """The same for its `engine`."""
 
     name: str | None = None
     version: str | None = None
 
 
 class EnvironmentFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `environment`."""
+    """The same for its `environment`."""
 
     python: str | None = None
     torch: str | None = None

@@ -105,7 +105,7 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
 
 
 class TpRuntimeInit(Event, frozen=True, kw_only=True, tag="TP_RUNTIME_INIT"):
-    """A process took its place among the ranks."""
+    """A process joined the ranks."""
 
     rank: int
     world_size: int

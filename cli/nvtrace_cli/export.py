@@ -88,7 +88,7 @@ def export(
 def _export_lines(file: str, module: str, out: Path | None) -> int:
     """Write a format of lines. Returns how many there are."""
     from nvtrace.caveats import saying_whose  # noqa: PLC0415 - nor msgspec
-    from nvtrace.files import written  # noqa: PLC0415 - --help needs no files
+    from nvtrace.files import atomic_write  # noqa: PLC0415 - --help needs no files
     from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
     to_lines: Callable[[Iterable[Record]], Iterator[str]]
@@ -100,7 +100,7 @@ def _export_lines(file: str, module: str, out: Path | None) -> int:
             sys.stdout.write(line + "\n")
         return num_lines
     _refuse(file, out)
-    with writing(out, _OutputError), written(out) as stream:
+    with writing(out, _OutputError), atomic_write(out) as stream:
         for line in lines:
             stream.write(f"{line}\n".encode())
             num_lines += 1

@@ -1,9 +1,7 @@
-"""TritonBackend: paged attention through this project's own kernels, on GPUs.
+"""TritonBackend: paged attention with this project's own kernels, on GPUs.
 
-For whoever has no flash-attn (a T4, an unusual page size or head), and for whoever wants to read
-how paged attention works: `gpu/kernels/paged_attention.py` and `prefill_attention.py` draw it.
-
-Knows which kernel serves which kind of step. Does not know how pages are managed.
+It runs where flash-attn does not: on a T4, or with an unusual block size or head size. To learn how
+paged attention works, read `gpu/kernels/paged_attention.py` and `prefill_attention.py`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ A layer's cache is two tensors of blocks; block b of every layer belongs to the 
         token t of a sequence lies in block  block_table[t // block_size],
                                   in slot    block * block_size + t % block_size
 
-Knows the order of a step: write the new keys and values, then attend. A backend does the
-arithmetic. Does not know which blocks belong to which sequence: the context says so.
+A step first writes the new keys and values, then attends; a backend does both. Which blocks belong
+to which sequence is in the context (`context.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Attention(nn.Module):
     """The attention of one layer, and its part of the KV cache.
 
     Attributes:
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), set by the model runner. Until
-            then (in a warm-up, say) only a prefill with nothing cached can be computed.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), set by the model runner. Before
+            that only a prefill with nothing cached can be computed.
         v_cache: the same.
     """
 
@@ -71,7 +71,7 @@ class Attention(nn.Module):
                     q, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
                 )
             if context.block_tables is not None:
-                k, v = k_cache, v_cache  # the context's, the new ones among them
+                k, v = k_cache, v_cache  # the whole context; the new ones were written above
         elif context.phase == "decode" or context.block_tables is not None:
             raise RuntimeError(
                 "This step reads the KV cache, but the layer has none: "

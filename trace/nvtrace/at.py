@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.claims import LAYOUTS, Claim, Layout, claims_of, said_slots
+from nvtrace.claims import Claim, claims_of, said_slots
 from nvtrace.envelope import Footer, Header, Unknown
-from nvtrace.replay import InconsistentTraceError, State
+from nvtrace.replay import InconsistentTraceError, State, phase_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,18 +29,7 @@ if TYPE_CHECKING:
 Point = Literal["schedule", "end"]
 BlockKind = Literal["free", "cached", "used", "published", "shared"]
 """Of a free block: is it empty, or hashed? Of one in use: is it hashed, or used by several?"""
-Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
-_PHASES: dict[type[Schedule], Phase] = {
-    ev.SchedulePrefill: "prefill",
-    ev.ScheduleDecode: "decode",
-    ev.ScheduleMixed: "mixed",
-}
 _NO_EVENTS = (Header, Footer, Unknown)
-
-
-def phase_of(schedule: Schedule) -> Phase:
-    """The phase of a step's batch."""
-    return _PHASES[type(schedule)]
 
 
 def block_kinds(state: State) -> list[BlockKind]:
@@ -132,9 +121,9 @@ class Moment:
     step: int
     point: Point
     state: State
-    schedule: Schedule | None
+    schedule: ev.Schedule | None
     inputs: Inputs | None
-    layout: Layout | None
+    layout: ev.Layout | None
     claims: list[Claim]
     news: list[ev.Event]
 
@@ -168,9 +157,9 @@ class Moment:
 @dataclass(slots=True)
 class _Step:
     index: int
-    schedule: Schedule | None = None
+    schedule: ev.Schedule | None = None
     inputs: Inputs | None = None
-    layout: Layout | None = None
+    layout: ev.Layout | None = None
     claims: list[Claim] = field(default_factory=list)
     is_held: bool = False  # its schedule was not told of yet: the next event is how it is laid out
     ended: list[int] = field(default_factory=list)
@@ -228,10 +217,10 @@ def _events_of(records: Iterable[Record]) -> Iterator[ev.AnyEvent]:
 
 def _note(step: _Step, record: ev.Event, state: State, inputs_of: int | None) -> None:
     """Note what an event of the step decides or says; how it is laid out was noted before."""
-    if isinstance(record, Schedule):
+    if isinstance(record, ev.SCHEDULES):
         step.schedule, step.is_held = record, True
         step.inputs = inputs_at(state, record) if inputs_of == step.index else None
-    if step.inputs is not None and not isinstance(record, LAYOUTS):
+    if step.inputs is not None and not isinstance(record, ev.LAYOUTS):
         step.claims += claims_of(record, state, step.inputs)
 
 
@@ -243,7 +232,7 @@ def _moment(step: _Step, point: Point, state: State, news: list[ev.Event]) -> Mo
 
 def _note_layout(step: _Step, record: ev.Event, state: State) -> None:
     """Note how the batch was laid out, if that is what comes next. No state changes by it."""
-    if step.inputs is not None and isinstance(record, LAYOUTS) and record.step == step.index:
+    if step.inputs is not None and isinstance(record, ev.LAYOUTS) and record.step == step.index:
         step.layout = record
         step.claims += claims_of(record, state, step.inputs)
 
@@ -267,7 +256,7 @@ def _forget_ended(step: _Step, state: State) -> None:
 # -- a step's inputs -------------------------------------------------------------------------------
 
 
-def inputs_at(state: State, schedule: Schedule) -> Inputs:
+def inputs_at(state: State, schedule: ev.Schedule) -> Inputs:
     """Work out a step's inputs from the state right after its schedule.
 
     Raises:

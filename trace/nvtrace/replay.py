@@ -22,8 +22,14 @@ from nvtrace.envelope import Footer, Header, Record, Unknown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from nvtrace.steptime import Phase
 
 _STATUSES = {*ev.codes_of(ev.Status)}
+_PHASES: dict[type[ev.Schedule], Phase] = {
+    ev.SchedulePrefill: "prefill",
+    ev.ScheduleDecode: "decode",
+    ev.ScheduleMixed: "mixed",
+}
 
 
 class InconsistentTraceError(ValueError):
@@ -235,6 +241,11 @@ class State:
     }
 
 
+def phase_of(schedule: ev.Schedule) -> Phase:
+    """The phase of a step's batch."""
+    return _PHASES[type(schedule)]
+
+
 def _inconsistent(record: Record, error: Exception) -> str:
     what = f"event {record.event_id} ({ev.tag_of(record)})" if isinstance(record, ev.Event) else ""
     return f"{what} does not follow from the events before it: {type(error).__name__} {error}"
@@ -257,7 +268,7 @@ class Step:
     before: list[ev.Event]
     state: State
     events: list[ev.Event] = field(default_factory=list)
-    schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed | None = None
+    schedule: ev.Schedule | None = None
     end: ev.StepEnd | None = None
 
 
@@ -297,7 +308,7 @@ def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterato
             last = step.index
             before = []
         step.events.append(record)
-        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
+        if isinstance(record, ev.SCHEDULES):
             step.schedule = record
         elif isinstance(record, ev.StepEnd):
             step.end = record

@@ -16,11 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nvtrace import events as ev
-from nvtrace.at import phase_of
 from nvtrace.envelope import Footer, Header
 from nvtrace.explain.follower import whole_need
 from nvtrace.metrics import PhaseMetrics
-from nvtrace.replay import InconsistentTraceError, fold_steps
+from nvtrace.replay import InconsistentTraceError, fold_steps, phase_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator

@@ -16,8 +16,6 @@ from nvtrace.replay import InconsistentTraceError, State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
-
 
 class NotInTraceError(ValueError):
     """The trace does not have the request, or the step, that is asked for."""
@@ -115,7 +113,7 @@ class Follower:
         }
 
 
-def rows_of(schedule: Schedule) -> tuple[list[int], list[int]]:
+def rows_of(schedule: ev.Schedule) -> tuple[list[int], list[int]]:
     """The batch in two: those who get one token, and those who compute (a chunk of) a prompt."""
     match schedule:
         case ev.ScheduleDecode():
@@ -154,7 +152,7 @@ def given_back(event: ev.Preempt, released: tuple[int, tuple[int, ...]] | None) 
     return {"num_blocks_held": num_held, "num_blocks_freed": num_freed, "kept_by": kept_by}
 
 
-def idle_reason(schedule: Schedule) -> str:
+def idle_reason(schedule: ev.Schedule) -> str:
     """Why somebody who is running is not in the batch."""
     return "prefills_first" if isinstance(schedule, ev.SchedulePrefill) else "token_budget"
 

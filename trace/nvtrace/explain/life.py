@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.explain import links
-from nvtrace.explain.follower import (
-    Follower,
-    Schedule,
-    Sources,
-    given_back,
-    idle_reason,
-    rows_of,
-    whole_need,
-)
+from nvtrace.explain.follower import Follower, Sources, given_back, idle_reason, rows_of, whole_need
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +38,7 @@ class Seen:
     seq_id: int
     step: int
     end_ns: int = 0
-    schedule: Schedule | None = None
+    schedule: ev.Schedule | None = None
     stop: ev.AdmissionStop | None = None
     place: int = 0
     whole: int | None = None

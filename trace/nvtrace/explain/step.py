@@ -18,7 +18,6 @@ from nvtrace.explain import links
 from nvtrace.explain.follower import (
     Follower,
     NotInTraceError,
-    Schedule,
     consistent,
     given_back,
     idle_reason,
@@ -79,7 +78,7 @@ class _Change:
 class _Before:
     """The step that decoded last, and what has changed since then."""
 
-    schedule: Schedule | None = None
+    schedule: ev.Schedule | None = None
     gone: dict[int, _Change] = field(default_factory=dict)
     ready: dict[int, _Change] = field(default_factory=dict)  # prompts that are computed
 
@@ -127,7 +126,7 @@ class _Watch:
 
     def _note_own(self, event: ev.AnyEvent) -> None:
         self.events.append(event)
-        if isinstance(event, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
+        if isinstance(event, ev.Schedule):
             self.running = list(self._follower.state.running)
         elif isinstance(event, ev.Preempt):
             sequence = self._follower.state.sequences[event.seq_id]
@@ -192,7 +191,7 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
         seq_ids = tuple(event.seq_id for event in watch.arrivals)
         yield links.Came(**_place(watch, watch.arrivals), seq_ids=seq_ids)
     for event in watch.events:
-        if isinstance(event, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
+        if isinstance(event, ev.Schedule):
             yield from _decision(watch, event)
     for event in watch.events:
         yield from _fact(watch, event)
@@ -200,7 +199,7 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
     if paced is not None:
         yield paced
         return
-    if watch.is_led and not any(isinstance(e, Schedule) for e in watch.events):
+    if watch.is_led and not any(isinstance(e, ev.Schedule) for e in watch.events):
         return
     errors = [event for event in watch.events if isinstance(event, ev.EngineError)]
     yield links.Broken(**_place(watch, errors), error=errors[0].error_type if errors else None)
@@ -255,7 +254,7 @@ def _late_reason(watch: _Watch, event: ev.CudagraphReplay) -> links.LateReason:
     return "waiting" if is_waiting or watch.arrivals else "unforeseen"
 
 
-def _decision(watch: _Watch, schedule: Schedule) -> Iterator[links.AnyStep]:
+def _decision(watch: _Watch, schedule: ev.Schedule) -> Iterator[links.AnyStep]:
     """What is computed, for whom; and what has changed since the step that decoded last."""
     decode_ids, prefill_ids = rows_of(schedule)
     place = _place(watch, [schedule])
@@ -291,7 +290,7 @@ def _cached_now(schedule: ev.SchedulePrefill | ev.ScheduleMixed) -> Iterator[int
     return (num_cached for num_cached, num_computed in rows if num_cached == num_computed)
 
 
-def _changes(watch: _Watch, before: list[int], schedule: Schedule) -> Iterator[links.AnyStep]:
+def _changes(watch: _Watch, before: list[int], schedule: ev.Schedule) -> Iterator[links.AnyStep]:
     """Who left the batch, and who joined it; those with the same reason together."""
     now = rows_of(schedule)[0]
     is_now, was_before = set(now), set(before)

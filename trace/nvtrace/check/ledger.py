@@ -91,6 +91,9 @@ class Tally:
 class Ledger:
     """All that is known of an engine when an event comes.
 
+    It groups events into steps itself (not `replay.StepFold`): the rules must see an event before
+    the fold rejects it, and a check goes on after an event that the fold has rejected.
+
     Attributes:
         state: the fold.
         header, init, budget, warmup, ready: what was said at the start; None before.

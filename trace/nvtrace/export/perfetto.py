@@ -89,7 +89,10 @@ class _Request:
 
 @dataclass(slots=True)
 class _Step:
-    """The step under way: what is drawn when it ends."""
+    """The step under way: what is drawn at its STEP_END.
+
+    (`replay.StepFold` would give it only when the next event comes, and only of a sound trace.)
+    """
 
     index: int
     start_ns: int

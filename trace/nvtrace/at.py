@@ -14,33 +14,20 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.claims import LAYOUTS, Claim, Layout, claims_of, said_slots
-from nvtrace.envelope import Footer, Header, Unknown
-from nvtrace.replay import InconsistentTraceError, State
+from nvtrace.claims import Claim, claims_of, said_slots
+from nvtrace.replay import InconsistentTraceError, Step, StepFold, events_of, phase_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from nvtrace.envelope import Record
     from nvtrace.query import Condition
-    from nvtrace.replay import SequenceState
+    from nvtrace.replay import SequenceState, State
     from nvtrace.steptime import Phase
 
 Point = Literal["schedule", "end"]
 BlockKind = Literal["free", "cached", "used", "published", "shared"]
 """Of a free block: is it empty, or hashed? Of one in use: is it hashed, or used by several?"""
-Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
-_PHASES: dict[type[Schedule], Phase] = {
-    ev.SchedulePrefill: "prefill",
-    ev.ScheduleDecode: "decode",
-    ev.ScheduleMixed: "mixed",
-}
-_NO_EVENTS = (Header, Footer, Unknown)
-
-
-def phase_of(schedule: Schedule) -> Phase:
-    """The phase of a step's batch."""
-    return _PHASES[type(schedule)]
 
 
 def block_kinds(state: State) -> list[BlockKind]:
@@ -132,9 +119,9 @@ class Moment:
     step: int
     point: Point
     state: State
-    schedule: Schedule | None
+    schedule: ev.Schedule | None
     inputs: Inputs | None
-    layout: Layout | None
+    layout: ev.Layout | None
     claims: list[Claim]
     news: list[ev.Event]
 
@@ -166,14 +153,46 @@ class Moment:
 
 
 @dataclass(slots=True)
-class _Step:
-    index: int
-    schedule: Schedule | None = None
+class _StepMoments:
+    """The moments of a step, as its events come.
+
+    Attributes:
+        has_inputs: are its inputs worked out?
+        num_told: its events that were news of an earlier moment.
+    """
+
+    step: Step
+    has_inputs: bool = False
     inputs: Inputs | None = None
-    layout: Layout | None = None
+    layout: ev.Layout | None = None
     claims: list[Claim] = field(default_factory=list)
-    is_held: bool = False  # its schedule was not told of yet: the next event is how it is laid out
-    ended: list[int] = field(default_factory=list)
+    num_told: int = 0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Is its last event the schedule? The next one then says how the batch is laid out."""
+        return bool(self.step.events) and self.step.events[-1] is self.step.schedule
+
+    def note(self, event: ev.Event) -> None:
+        """Note what the step's last event decides or says; `note_layout` has noted a layout."""
+        if self.has_inputs and isinstance(event, ev.SCHEDULES):
+            self.inputs = inputs_at(self.step.state, event)
+        if self.inputs is not None and not isinstance(event, ev.LAYOUTS):
+            self.claims += claims_of(event, self.step.state, self.inputs)
+
+    def note_layout(self, event: ev.Event) -> None:
+        """Note how the batch is laid out, if the next event says it. No state changes by it."""
+        if self.inputs and isinstance(event, ev.LAYOUTS) and event.step == self.step.index:
+            self.layout = event
+            self.claims += claims_of(event, self.step.state, self.inputs)
+
+    def moment(self, point: Point, after: Sequence[ev.Event] = ()) -> Moment:
+        """The moment that is reached; `after` are events after the step."""
+        step, num_told = self.step, self.num_told
+        self.num_told = len(step.events)
+        news = [*([] if num_told else step.before), *step.events[num_told:], *after]
+        inputs, layout, claims = self.inputs, self.layout, self.claims
+        return Moment(step.index, point, step.state, step.schedule, inputs, layout, claims, news)
 
 
 def moments(
@@ -193,81 +212,30 @@ def moments(
     Raises:
         InconsistentTraceError: an event cannot follow from those before it.
     """
-    state = State() if state is None else state
-    step, is_open = _Step(state.engine_step), False  # the one before the first
-    news: list[ev.Event] = []
-    for record in _events_of(records):
-        if step.is_held:
-            _note_layout(step, record, state)
-            yield _moment(step, "schedule", state, news)
-            news = []
-        if is_open and record.step != step.index:
-            yield _moment(step, "end", state, news)
-            _forget_ended(step, state)
-            news, is_open = [], False
-        state.apply(record)
-        news.append(record)
-        step.ended += _ended_by(record)
-        if record.step is None:
+    fold = StepFold(state, forgets_ended=True)
+    current = _StepMoments(Step(fold.state.engine_step, [], fold.state))  # before the first
+    for event in events_of(records):
+        if fold.is_open and current.is_scheduled:
+            current.note_layout(event)
+            yield current.moment("schedule")
+        if fold.is_end(event):
+            yield current.moment("end")
+        fold.apply(event)
+        if event.step is None:
             continue
-        if not is_open:
-            if record.step <= step.index:
-                raise InconsistentTraceError(f"step {record.step} comes after step {step.index}")
-            step, is_open = _Step(record.step, ended=step.ended), True
-        _note(step, record, state, inputs_of)
-    if step.is_held:
-        yield _moment(step, "schedule", state, news)
-        news = []
-    if is_open or (news and step.index):
-        yield _moment(step, "end", state, news)
-
-
-def _events_of(records: Iterable[Record]) -> Iterator[ev.AnyEvent]:
-    return (record for record in records if not isinstance(record, _NO_EVENTS))
-
-
-def _note(step: _Step, record: ev.Event, state: State, inputs_of: int | None) -> None:
-    """Note what an event of the step decides or says; how it is laid out was noted before."""
-    if isinstance(record, Schedule):
-        step.schedule, step.is_held = record, True
-        step.inputs = inputs_at(state, record) if inputs_of == step.index else None
-    if step.inputs is not None and not isinstance(record, LAYOUTS):
-        step.claims += claims_of(record, state, step.inputs)
-
-
-def _moment(step: _Step, point: Point, state: State, news: list[ev.Event]) -> Moment:
-    step.is_held = False
-    layout, claims = step.layout, step.claims
-    return Moment(step.index, point, state, step.schedule, step.inputs, layout, claims, news)
-
-
-def _note_layout(step: _Step, record: ev.Event, state: State) -> None:
-    """Note how the batch was laid out, if that is what comes next. No state changes by it."""
-    if step.inputs is not None and isinstance(record, LAYOUTS) and record.step == step.index:
-        step.layout = record
-        step.claims += claims_of(record, state, step.inputs)
-
-
-def _ended_by(record: ev.Event) -> list[int]:
-    match record:
-        case ev.StateTransition(status="FINISHED"):
-            return [record.seq_id]
-        case ev.EngineReset():
-            return record.seq_ids
-    return []
-
-
-def _forget_ended(step: _Step, state: State) -> None:
-    """Nothing will be said of them any more, and there may be millions."""
-    for seq_id in step.ended:
-        state.sequences.pop(seq_id, None)
-    step.ended = []
+        if fold.step is not current.step:
+            current = _StepMoments(fold.step, has_inputs=event.step == inputs_of)
+        current.note(event)
+    if fold.is_open and current.is_scheduled:
+        yield current.moment("schedule")
+    if fold.is_open or (fold.before and current.step.index):
+        yield current.moment("end", fold.before)
 
 
 # -- a step's inputs -------------------------------------------------------------------------------
 
 
-def inputs_at(state: State, schedule: Schedule) -> Inputs:
+def inputs_at(state: State, schedule: ev.Schedule) -> Inputs:
     """Work out a step's inputs from the state right after its schedule.
 
     Raises:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from nvtrace.at import Inputs
     from nvtrace.replay import State
 
-LAYOUTS = (ev.PreparePrefillTensors, ev.PrepareDecodeTensors)
-Layout = ev.PreparePrefillTensors | ev.PrepareDecodeTensors
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -115,7 +112,7 @@ def _flat_layout(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def said_slots(layout: Layout | None, num_tokens: int) -> list[int] | None:
+def said_slots(layout: ev.Layout | None, num_tokens: int) -> list[int] | None:
     """Where the trace says that each row of the batch goes; None if it does not say that of each.
 
     Args:

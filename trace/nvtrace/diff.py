@@ -42,7 +42,7 @@ _NO_EFFECT = (*_NO_DECISION, "reason", "max_tokens")
 _NO_INPUT = (*_NO_DECISION, "reason", "seq_id", "waiting_len", "prompt_len")
 _DECISIONS = (
     *(ev.RequestRefused, ev.EngineReset),
-    *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed, ev.Preempt),
+    *(*ev.SCHEDULES, ev.Preempt),
     *(ev.StateTransition, ev.BlocksShare, ev.BlocksRevive, ev.BlocksAllocate, ev.BlocksAppend),
     *(ev.BlocksHash, ev.BlocksEvict, ev.BlocksRelease),
 )

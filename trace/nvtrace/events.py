@@ -619,6 +619,12 @@ AnyEvent = (
     | EngineError
     | EngineReset
 )
+Schedule = SchedulePrefill | ScheduleDecode | ScheduleMixed
+SCHEDULES = (SchedulePrefill, ScheduleDecode, ScheduleMixed)
+Layout = PreparePrefillTensors | PrepareDecodeTensors
+LAYOUTS = (PreparePrefillTensors, PrepareDecodeTensors)
+Run = RunEager | CudagraphReplay
+RUNS = (RunEager, CudagraphReplay)
 
 
 _Own = ParamSpec("_Own")

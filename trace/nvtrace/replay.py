@@ -17,13 +17,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvtrace import events as ev
-from nvtrace.envelope import Footer, Header, Record, Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from nvtrace.envelope import Record
+    from nvtrace.steptime import Phase
 
 _STATUSES = {*ev.codes_of(ev.Status)}
+_ENDS = (ev.StateTransition, ev.EngineReset)
+_PHASES: dict[type[ev.Schedule], Phase] = {
+    ev.SchedulePrefill: "prefill",
+    ev.ScheduleDecode: "decode",
+    ev.ScheduleMixed: "mixed",
+}
 
 
 class InconsistentTraceError(ValueError):
@@ -94,7 +101,7 @@ class State:
         try:
             handler(self, record)
         except (KeyError, IndexError, ValueError) as error:
-            raise InconsistentTraceError(_inconsistent(record, error)) from error
+            raise InconsistentTraceError(inconsistency(record, error)) from error
 
     # -- the engine's shape ----------------------------------------------------------------------
 
@@ -235,7 +242,13 @@ class State:
     }
 
 
-def _inconsistent(record: Record, error: Exception) -> str:
+def phase_of(schedule: ev.Schedule) -> Phase:
+    """The phase of a step's batch."""
+    return _PHASES[type(schedule)]
+
+
+def inconsistency(record: Record, error: Exception) -> str:
+    """What is wrong with a record that cannot follow from those before it."""
     what = f"event {record.event_id} ({ev.tag_of(record)})" if isinstance(record, ev.Event) else ""
     return f"{what} does not follow from the events before it: {type(error).__name__} {error}"
 
@@ -257,51 +270,106 @@ class Step:
     before: list[ev.Event]
     state: State
     events: list[ev.Event] = field(default_factory=list)
-    schedule: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed | None = None
+    schedule: ev.Schedule | None = None
     end: ev.StepEnd | None = None
 
 
-def _begin_step(index: int, last: int, before: list[ev.Event], state: State) -> Step:
-    if index <= last:
-        raise InconsistentTraceError(f"step {index} comes after step {last}")
-    return Step(index, before, state)
+class StepFold:
+    """The state, event by event, and the step that each event is part of.
+
+    The one grouping of events into steps. It keeps the events of one step, and of those between it
+    and the step before.
+
+    Args:
+        state: the state to start from; a new one if None.
+        forgets_ended: drop each ended request from the state when the step in which it ended, or
+            before which it ended, is over. A long trace is then followed in bounded memory.
+
+    Attributes:
+        state: the engine's state.
+        step: the step under way, or else the last one. Its index is 0 before the first.
+        is_open: is `step` under way?
+        before: events since `step`, outside of any.
+    """
+
+    def __init__(self, state: State | None = None, *, forgets_ended: bool = False) -> None:
+        self.state = State() if state is None else state
+        self.step = Step(0, [], self.state)
+        self.is_open = False
+        self.before: list[ev.Event] = []
+        self._forgets_ended = forgets_ended
+        self._ended: list[int] = []
+
+    def is_end(self, event: ev.Event) -> bool:
+        """Is the step under way over when `event` comes? The state is still the one after it."""
+        return self.is_open and event.step != self.step.index
+
+    def apply(self, event: ev.AnyEvent) -> None:
+        """Take in the next event.
+
+        Raises:
+            InconsistentTraceError: it cannot follow from those before it.
+        """
+        if self.is_open and event.step != self.step.index:
+            self.is_open = False
+            for seq_id in self._ended:
+                self.state.sequences.pop(seq_id, None)
+            self._ended = []
+        self.state.apply(event)
+        if self._forgets_ended and isinstance(event, _ENDS):
+            self._ended += [seq_id for seq_id, _ in ended_by(event)]
+        if event.step is None:
+            self.before.append(event)
+            return
+        if not self.is_open:
+            if event.step <= self.step.index:
+                raise InconsistentTraceError(
+                    f"step {event.step} comes after step {self.step.index}"
+                )
+            self.step, self.is_open = Step(event.step, self.before, self.state), True
+            self.before = []
+        self.step.events.append(event)
+        if isinstance(event, ev.SCHEDULES):
+            self.step.schedule = event
+        elif isinstance(event, ev.StepEnd):
+            self.step.end = event
 
 
-def fold_steps(records: Iterable[Record], state: State | None = None) -> Iterator[Step]:
+def ended_by(event: ev.Event) -> list[tuple[int, str]]:
+    """(seq_id, reason) of each request that an event ends."""
+    match event:
+        case ev.StateTransition(status="FINISHED"):
+            return [(event.seq_id, event.reason)]
+        case ev.EngineReset():
+            return [(seq_id, "aborted") for seq_id in event.seq_ids]
+    return []
+
+
+def events_of(records: Iterable[Record]) -> Iterator[ev.AnyEvent]:
+    """The events among records: no header, no footer, nothing unknown."""
+    return (record for record in records if isinstance(record, ev.Event))
+
+
+def fold_steps(
+    records: Iterable[Record], state: State | None = None, *, forgets_ended: bool = False
+) -> Iterator[Step]:
     """Fold records and group them by step.
 
     Args:
         records: what `read_trace` yields.
         state: the state to start from; a new one if None. What comes after the last step is
             applied to it as well, and its events are in a last Step of index 0.
+        forgets_ended: see `StepFold`.
 
     Raises:
         InconsistentTraceError: an event cannot follow from those before it.
     """
-    state = State() if state is None else state
-    before: list[ev.Event] = []
-    step: Step | None = None
-    last = 0
-    for record in records:
-        if isinstance(record, Header | Footer | Unknown):
-            continue
-        if step is not None and record.step != step.index:
-            yield step
-            step = None
-        state.apply(record)
-        if record.step is None:
-            before.append(record)
-            continue
-        if step is None:
-            step = _begin_step(record.step, last, before, state)
-            last = step.index
-            before = []
-        step.events.append(record)
-        if isinstance(record, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
-            step.schedule = record
-        elif isinstance(record, ev.StepEnd):
-            step.end = record
-    if step is not None:
-        yield step
-    if before:
-        yield Step(0, before, state)
+    fold = StepFold(state, forgets_ended=forgets_ended)
+    for event in events_of(records):
+        if fold.is_end(event):
+            yield fold.step
+        fold.apply(event)
+    if fold.is_open:
+        yield fold.step
+    if fold.before:
+        yield Step(0, fold.before, fold.state)

@@ -16,11 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nvtrace import events as ev
-from nvtrace.at import phase_of
 from nvtrace.envelope import Footer, Header
-from nvtrace.explain.follower import whole_need
+from nvtrace.explain.origins import whole_need
 from nvtrace.metrics import PhaseMetrics
-from nvtrace.replay import InconsistentTraceError, fold_steps
+from nvtrace.replay import InconsistentTraceError, ended_by, fold_steps, phase_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -266,12 +265,11 @@ def summarize_steps(
         InconsistentTraceError: an event cannot follow from those before it.
     """
     common = _Common()
-    for step in fold_steps(_watch(records, run), state):
+    for step in fold_steps(_watch(records, run), state, forgets_ended=True):
         with _understood(run):
             if step.index:
                 summary = _summarize_step(step, run, common)
                 _count(summary, run)
-                _forget_ended(step)
             else:  # what came after the last step
                 note_requests(step.before, run.requests, run.last_step)
         if step.index:
@@ -311,13 +309,6 @@ def _count(step: StepSummary, run: RunSummary) -> None:
     run.sums[step.phase] = PhaseMetrics(before.num_steps + 1, wall_ns=wall_ns)
     run.first_step = step.index if run.first_step is None else run.first_step
     run.last_step = step.index
-
-
-def _forget_ended(step: Step) -> None:
-    """Of their tokens and blocks nothing will be told any more, and there may be millions."""
-    for event in (*step.before, *step.events):
-        for seq_id, _ in _ended_by(event):
-            step.state.sequences.pop(seq_id, None)
 
 
 def _watch(records: Iterable[Record], run: RunSummary) -> Iterator[Record]:
@@ -372,21 +363,11 @@ def note_requests(
             case ev.Preempt():
                 requests[event.seq_id].num_preemptions += 1
             case ev.StateTransition() | ev.EngineReset():
-                for seq_id, reason in _ended_by(event):
+                for seq_id, reason in ended_by(event):
                     requests[seq_id].reason = reason
                     requests[seq_id].end_step = last_step if event.step is None else event.step
             case ev.RequestOutput():
                 requests[event.seq_id].text = event.text[:_MOST_TEXT]
-
-
-def _ended_by(event: ev.Event) -> list[tuple[int, str]]:
-    """(seq_id, reason) of those whose end an event tells."""
-    match event:
-        case ev.StateTransition(status="FINISHED"):
-            return [(event.seq_id, event.reason)]
-        case ev.EngineReset():
-            return [(seq_id, "aborted") for seq_id in event.seq_ids]
-    return []
 
 
 def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary:
@@ -420,7 +401,7 @@ def _summarize_step(step: Step, run: RunSummary, common: _Common) -> StepSummary
         aborted=tuple(event.seq_id for event in step.before if isinstance(event, ev.RequestAbort)),
         admitted=admitted,
         preempted=tuple(event for event in step.events if isinstance(event, ev.Preempt)),
-        finished=tuple(end for event in step.events for end in _ended_by(event)),
+        finished=tuple(end for event in step.events for end in ended_by(event)),
         stop=stop,
         error=next((event for event in step.events if isinstance(event, ev.EngineError)), None),
         blocks=common(_block_counts(step.events)),

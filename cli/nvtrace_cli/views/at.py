@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from nvtrace.at import Inputs, Moment, SlotRun
     from nvtrace.catalog import Catalog
-    from nvtrace.claims import Claim, Layout
+    from nvtrace.claims import Claim
+    from nvtrace.events import Layout
     from nvtrace.replay import SequenceState
 
 _NOTHING = "-"

@@ -16,20 +16,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvtrace import events as ev
-from nvtrace.replay import SequenceState, State
+from nvtrace.replay import SequenceState, State, phase_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nvtrace.envelope import Header
 
-Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
-Run = ev.RunEager | ev.CudagraphReplay
-
 PHASES: tuple[ev.Phase, ...] = ("prefill", "decode", "mixed")
 POLICIES = ("prefill_first", "mixed", "static")  # whose decisions are known here
-SCHEDULES = (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed)
-RUNS = (ev.RunEager, ev.CudagraphReplay)
 _TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
 _PAGES = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
 
@@ -60,9 +55,9 @@ class StepNotes:
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     stop: ev.AdmissionStop | None = None
-    schedule: Schedule | None = None
-    prepare: ev.PreparePrefillTensors | ev.PrepareDecodeTensors | None = None
-    run: Run | None = None
+    schedule: ev.Schedule | None = None
+    prepare: ev.Layout | None = None
+    run: ev.Run | None = None
     sample: ev.SampleTokens | None = None
     end: ev.StepEnd | None = None
     num_computed: dict[int, int] = field(default_factory=dict)
@@ -74,12 +69,7 @@ class StepNotes:
     @property
     def phase(self) -> ev.Phase:
         """What the step computes, once that is decided."""
-        match self.schedule:
-            case ev.SchedulePrefill():
-                return "prefill"
-            case ev.ScheduleMixed():
-                return "mixed"
-        return "decode"
+        return "decode" if self.schedule is None else phase_of(self.schedule)
 
 
 @dataclass(slots=True)
@@ -100,6 +90,9 @@ class Tally:
 
 class Ledger:
     """All that is known of an engine when an event comes.
+
+    It groups events into steps itself (not `replay.StepFold`): the rules must see an event before
+    the fold rejects it, and a check goes on after an event that the fold has rejected.
 
     Attributes:
         state: the fold.
@@ -278,7 +271,7 @@ class Ledger:
         self.step = StepNotes(event.step, event, self.last.ts_ns if self.last else 0)
         self.last_step, self.is_reset = event.step, False
 
-    def _schedule(self, event: Schedule) -> None:
+    def _schedule(self, event: ev.Schedule) -> None:
         if self.step is None:
             return
         if isinstance(event, ev.ScheduleDecode):
@@ -399,7 +392,7 @@ class Ledger:
             ),
             _of_step,
         ),
-        **dict.fromkeys(SCHEDULES, _schedule),
+        **dict.fromkeys(ev.SCHEDULES, _schedule),
         ev.GenerateStart: _generate,
         ev.GenerateFinish: _generate,
         ev.RequestEnqueue: _request_enqueue,

@@ -212,7 +212,6 @@ def _free_blocks(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
     yield from differ("free_blocks", event.free_blocks, "free_pages", len(ledger.state.free_blocks))
 
 
-_SCHEDULES = (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed)
 _REUSES = (ev.BlocksShare, ev.BlocksRevive)
 _TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
 RULES = (
@@ -226,9 +225,9 @@ RULES = (
     Rule("cache_use", "after", (ev.StepEnd,), _all_published),
     Rule("table_length", "after", (ev.BlocksAllocate,), _table_after_admission),
     Rule("table_length", "before", (ev.BlocksAppend,), _appended),
-    Rule("table_length", "after", _SCHEDULES, _tables),
+    Rule("table_length", "after", ev.SCHEDULES, _tables),
     Rule("ref_counts", "before", (ev.BlocksRelease,), _freed),
-    Rule("conservation", "after", (*_SCHEDULES, ev.StepEnd), _free_blocks),
+    Rule("conservation", "after", (*ev.SCHEDULES, ev.StepEnd), _free_blocks),
     Rule("conservation", "after", (ev.StepEnd, ev.GenerateFinish), _conserved),
     Rule("ref_counts", "after", (ev.StepEnd,), _counted),
 )

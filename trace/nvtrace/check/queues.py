@@ -338,10 +338,7 @@ RULES = (
     Rule(
         "queue_lengths",
         "after",
-        (
-            *(ev.RequestEnqueue, ev.AdmissionStop, ev.StepEnd),
-            *(ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed),
-        ),
+        (*(ev.RequestEnqueue, ev.AdmissionStop, ev.StepEnd), *ev.SCHEDULES),
         _waiting_len,
     ),
     Rule("one_queue", "after", (ev.RequestEnqueue, ev.StateTransition), _one_queue),
@@ -352,12 +349,7 @@ RULES = (
     Rule("head_first", "before", (ev.StateTransition,), _head_first),
     Rule("budgets", "before", (ev.StateTransition,), _admitted),
     Rule("admission_stop", "before", (ev.AdmissionStop,), _stop),
-    Rule(
-        "admission_stop",
-        "after",
-        (ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed),
-        _nobody_forgotten,
-    ),
+    Rule("admission_stop", "after", ev.SCHEDULES, _nobody_forgotten),
     Rule("youngest_first", "before", (ev.Preempt,), _youngest),
     Rule("youngest_first", "before", (ev.BlocksRelease,), _last_resort),
     Rule("ends", "before", (ev.StateTransition,), _end),

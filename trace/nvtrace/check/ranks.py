@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 from nvtrace.check.finding import Clash, Fact, Rule, differ
-from nvtrace.check.ledger import RUNS
 from nvtrace.check.steps import flat_layout
 
 if TYPE_CHECKING:
@@ -20,16 +19,13 @@ if TYPE_CHECKING:
 
     from nvtrace.check.ledger import Ledger
 
-    Prepare = ev.PreparePrefillTensors | ev.PrepareDecodeTensors
-    Run = ev.RunEager | ev.CudagraphReplay
 
-
-def _steps(ledger: Ledger, event: Prepare | Run) -> Iterator[Clash]:
+def _steps(ledger: Ledger, event: ev.Layout | ev.Run) -> Iterator[Clash]:
     """A layout begins a later step, and its run follows it."""
     if ledger.is_whole:
         return
     last, before = ledger.last, (ledger.last and ledger.last.step) or 0
-    if isinstance(event, RUNS):
+    if isinstance(event, ev.RUNS):
         yield from differ("step", event.step, "step_under_way", before)
         known = [ev.tag_of(ev.PreparePrefillTensors), ev.tag_of(ev.PrepareDecodeTensors)]
         if last is None or ev.tag_of(last) not in known:
@@ -79,7 +75,7 @@ def _in_pool(ledger: Ledger, field: str, slots: list[int]) -> Iterator[Clash]:
         yield Clash(Fact(field, outside[0]), Fact("num_slots", num_slots))
 
 
-def _run(ledger: Ledger, event: Run) -> Iterator[Clash]:
+def _run(ledger: Ledger, event: ev.Run) -> Iterator[Clash]:
     """It ran what was laid out: a prefill kernel by kernel, a decode as the start has said."""
     last, known = ledger.last, None
     if ledger.is_whole:
@@ -103,10 +99,9 @@ def _run(ledger: Ledger, event: Run) -> Iterator[Clash]:
     yield from differ("reason", event.reason, "reason_by_state", known)
 
 
-_PREPARES = (ev.PreparePrefillTensors, ev.PrepareDecodeTensors)
 RULES = (
-    Rule("steps", "before", (*_PREPARES, *RUNS), _steps),
+    Rule("steps", "before", (*ev.LAYOUTS, *ev.RUNS), _steps),
     Rule("layout", "before", (ev.PreparePrefillTensors,), _prefill),
     Rule("layout", "before", (ev.PrepareDecodeTensors,), _decode),
-    Rule("graph_size", "before", RUNS, _run),
+    Rule("graph_size", "before", ev.RUNS, _run),
 )

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 from nvtrace.check.finding import Clash, Fact, Rule, differ
-from nvtrace.check.ledger import PHASES, POLICIES, SCHEDULES
+from nvtrace.check.ledger import PHASES, POLICIES
 from nvtrace.check.queues import in_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nvtrace.check.ledger import Ledger, Schedule, StepNotes
+    from nvtrace.check.ledger import Ledger, StepNotes
 
     Lengths = ev.SchedulePrefill | ev.ScheduleMixed
 
 # -- schedule --------------------------------------------------------------------------------------
 
 
-def _batch(ledger: Ledger, event: Schedule) -> Iterator[Clash]:
+def _batch(ledger: Ledger, event: ev.Schedule) -> Iterator[Clash]:
     """Decodes in the running queue's order, then prompts; who is left out is out of budget."""
     if ledger.init is None or ledger.step is None:
         return
@@ -63,7 +63,7 @@ def _decode_index(ledger: Ledger, event: ev.ScheduleDecode) -> Iterator[Clash]:
     yield from differ("decode_step_index", event.decode_step_index, "decode_steps_before", known)
 
 
-def _budget(ledger: Ledger, event: Schedule) -> Iterator[Clash]:
+def _budget(ledger: Ledger, event: ev.Schedule) -> Iterator[Clash]:
     num_tokens = event.scheduled
     if not isinstance(event, ev.ScheduleDecode):
         num_tokens = sum(event.num_scheduled_tokens)
@@ -341,11 +341,11 @@ def _not_within(ledger: Ledger, event: ev.GenerateStart) -> Iterator[Clash]:
 
 
 RULES = (
-    Rule("batch", "after", SCHEDULES, _batch),
+    Rule("batch", "after", ev.SCHEDULES, _batch),
     Rule("batch", "before", (ev.SchedulePrefill, ev.ScheduleDecode), _reason),
     Rule("batch", "before", (ev.ScheduleMixed,), _kinds),
     Rule("sums", "before", (ev.ScheduleDecode,), _decode_index),
-    Rule("budgets", "before", SCHEDULES, _budget),
+    Rule("budgets", "before", ev.SCHEDULES, _budget),
     Rule("covered_once", "before", (ev.SchedulePrefill, ev.ScheduleMixed), _covered_once),
     Rule("layout", "before", (ev.PreparePrefillTensors,), _flat_layout),
     Rule("layout", "before", (ev.PrepareDecodeTensors,), _decode_layout),
@@ -360,6 +360,6 @@ RULES = (
     Rule("step_times", "before", (ev.StepEnd,), _times_between),
     Rule("step_times", "before", (ev.StepEnd,), _gpu_time),
     Rule("sums", "before", (ev.GenerateFinish,), _call),
-    Rule("sums", "before", (*SCHEDULES, ev.GenerateStart, ev.GenerateFinish), _prompts),
+    Rule("sums", "before", (*ev.SCHEDULES, ev.GenerateStart, ev.GenerateFinish), _prompts),
     Rule("sums", "before", (ev.GenerateStart,), _not_within),
 )

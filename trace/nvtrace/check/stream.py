@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from nvtrace import events as ev
 from nvtrace.check import fields
 from nvtrace.check.finding import Clash, Fact, Rule, differ
-from nvtrace.check.ledger import RUNS, SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from nvtrace.check.ledger import Ledger
     from nvtrace.envelope import Footer
 
-_PREPARES = (ev.PreparePrefillTensors, ev.PrepareDecodeTensors)
 _FAILURES = (ev.EngineError, ev.EngineReset)
 _BETWEEN_STEPS = (
     *(ev.EngineInit, ev.TpRuntimeInit, ev.ModelWeightsLoaded, ev.WarmupModel, ev.KvBudgetEstimate),
@@ -43,20 +41,20 @@ _NEXT: dict[type, tuple[type, ...]] = {
     ev.SchedulePrefill: (ev.PreparePrefillTensors,),
     ev.ScheduleMixed: (ev.PreparePrefillTensors,),
     ev.ScheduleDecode: (ev.PrepareDecodeTensors,),
-    ev.PreparePrefillTensors: RUNS,
-    ev.PrepareDecodeTensors: RUNS,
+    ev.PreparePrefillTensors: ev.RUNS,
+    ev.PrepareDecodeTensors: ev.RUNS,
     ev.EngineError: (ev.EngineReset,),
 }
 # What must come right before.
 _PREVIOUS: dict[type, tuple[type, ...]] = {
     ev.Preempt: (ev.BlocksRelease,),
     ev.StateTransition: (ev.BlocksAllocate, ev.BlocksRelease, ev.Preempt, ev.RequestAbort),
-    ev.PreparePrefillTensors: SCHEDULES,
-    ev.PrepareDecodeTensors: SCHEDULES,
-    ev.RunEager: _PREPARES,
-    ev.CudagraphReplay: _PREPARES,
-    ev.SampleTokens: RUNS,
-    ev.BlocksHash: (*RUNS, ev.SampleTokens),
+    ev.PreparePrefillTensors: ev.SCHEDULES,
+    ev.PrepareDecodeTensors: ev.SCHEDULES,
+    ev.RunEager: ev.LAYOUTS,
+    ev.CudagraphReplay: ev.LAYOUTS,
+    ev.SampleTokens: ev.RUNS,
+    ev.BlocksHash: (*ev.RUNS, ev.SampleTokens),
     ev.EngineReset: (ev.EngineError,),
 }
 _PHASES: dict[type, ev.Phase] = {
@@ -74,7 +72,7 @@ _PARALLEL = (
     *("block_ids", "hashes", "freed", "temperatures", "token_ids", "num_tokens"),
     *("num_scheduled_tokens", "num_computed_tokens", "num_cached_tokens"),
 )
-_NEED_AN_ENGINE = (*_BETWEEN_STEPS[8:], *_SCHEDULING, *SCHEDULES)
+_NEED_AN_ENGINE = (*_BETWEEN_STEPS[8:], *_SCHEDULING, *ev.SCHEDULES)
 
 
 def _count(ledger: Ledger, record: Footer) -> Iterator[Clash]:
@@ -102,7 +100,9 @@ def _exit(ledger: Ledger, record: Footer) -> Iterator[Clash]:
             yield Clash(told, Fact("step_under_way", ledger.step.index))
     if record.exit not in {"error", "interrupted"}:  # whoever says another word knows what it means
         return
-    is_started = ledger.ready is not None or isinstance(ledger.last, RUNS)  # (a rank's own trace)
+    is_started = ledger.ready is not None or isinstance(
+        ledger.last, ev.RUNS
+    )  # (a rank's own trace)
     is_refused = isinstance(ledger.last, ev.RequestRefused)  # which raises
     is_simulated = ledger.header is not None and ledger.header.mode == "simulated"  # it may stop
     is_explained = ledger.has_failed or is_refused or not is_started or is_simulated or unfinished
@@ -167,7 +167,7 @@ def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
         expected = "postprocess"  # pages that an abort gives back
     if expected is not None:
         yield from differ("phase", event.phase, "phase_of_event", expected)
-    if isinstance(event, SCHEDULES) and step is not None:
+    if isinstance(event, ev.SCHEDULES) and step is not None:
         early = {other.phase for other in step.early if _phase(other) is None}
         yield from differ("phase", sorted({expected, *early}, key=str), "phase_of_step", [expected])
 
@@ -201,7 +201,7 @@ def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
 def _order_in_step(ledger: Ledger, event: ev.Event, tag: Fact) -> Iterator[Clash]:
     step = ledger.step
     schedule = None if step is None else step.schedule
-    is_early = isinstance(event, (*_SCHEDULING, *SCHEDULES))
+    is_early = isinstance(event, (*_SCHEDULING, *ev.SCHEDULES))
     if is_early and schedule is not None:
         yield Clash(tag, Fact("already_scheduled", ev.tag_of(schedule)))
     if isinstance(event, ev.StepEnd):

@@ -16,8 +16,8 @@ Facts only: the words are in the catalogs. Knows an engine by its trace alone: n
 Does not know files (`nvtrace.reader`).
 """
 
-from nvtrace.explain.follower import NotInTraceError
 from nvtrace.explain.links import Link, RequestStory, StepStory, Times, kind_of
+from nvtrace.explain.origins import NotInTraceError
 from nvtrace.explain.request import explain_request
 from nvtrace.explain.step import explain_step
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.explain import links
-from nvtrace.explain.follower import (
-    Follower,
-    Schedule,
+from nvtrace.explain.origins import (
+    BlockOrigins,
     Sources,
     given_back,
     idle_reason,
@@ -39,14 +38,14 @@ class Seen:
         end_ns: when the step ended, or its last event so far.
         place: requests before it in the waiting queue when the head was stopped.
         whole: what the head would need without the prefix cache.
-        released: as `Follower` has it, when it was preempted.
+        released: as `BlockOrigins` has it, when it was preempted.
         ending: what ended it; the last word, if an error came after its own end.
     """
 
     seq_id: int
     step: int
     end_ns: int = 0
-    schedule: Schedule | None = None
+    schedule: ev.Schedule | None = None
     stop: ev.AdmissionStop | None = None
     place: int = 0
     whole: int | None = None
@@ -63,16 +62,16 @@ class Seen:
         was_reset = isinstance(self.ending, ev.EngineReset)
         return self.schedule is None or self.error is not None or was_reset
 
-    def note(self, event: ev.AnyEvent, follower: Follower) -> None:
-        """Take in one event, which `follower` has taken in already."""
+    def note(self, event: ev.AnyEvent, fold: BlockOrigins) -> None:
+        """Take in one event, which `fold` has taken in already."""
         self.end_ns = event.ts_ns
         match event:
-            case ev.AdmissionStop() if self.seq_id in follower.state.waiting:
-                self.stop, self.place = event, follower.state.waiting.index(self.seq_id)
-                self.whole = whole_need(event, follower.state)
+            case ev.AdmissionStop() if self.seq_id in fold.state.waiting:
+                self.stop, self.place = event, fold.state.waiting.index(self.seq_id)
+                self.whole = whole_need(event, fold.state)
             case ev.Preempt() if event.seq_id == self.seq_id:
                 self.preempt = event
-                self.released = follower.released.get(self.seq_id)
+                self.released = fold.released.get(self.seq_id)
             case ev.SchedulePrefill() | ev.ScheduleDecode() | ev.ScheduleMixed():
                 self.schedule = event
             case ev.StateTransition() if event.seq_id == self.seq_id:
@@ -109,18 +108,18 @@ class Biographer:
             num_ahead=arrival.waiting_len - 1,
         )
 
-    def step(self, seen: Seen, follower: Follower) -> Iterator[links.AnyLife]:
+    def step(self, seen: Seen, fold: BlockOrigins) -> Iterator[links.AnyLife]:
         """What it did in a step: moments first, then what the step is accounted to, then its end.
 
         Args:
             seen: what the step said.
-            follower: after the step.
+            fold: after the step.
         """
-        sequence = follower.state.sequences[seen.seq_id]
+        sequence = fold.state.sequences[seen.seq_id]
         if seen.preempt is not None:
             yield self._preempted(seen, seen.preempt)
         if seen.admission is not None:
-            yield self._admitted(seen, seen.admission, sequence, follower.state.block_size)
+            yield self._admitted(seen, seen.admission, sequence, fold.state.block_size)
         yield from self._deed(seen, sequence)
         if seen.ending is not None:
             yield self.ended(seen.ending, seen.step, sequence, is_between=False)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.explain import links
 from nvtrace.explain.folding import fold
-from nvtrace.explain.follower import Follower, NotInTraceError, consistent
 from nvtrace.explain.life import Biographer, Seen
+from nvtrace.explain.origins import BlockOrigins, EventErrors, NotInTraceError
 from nvtrace.measure import Measure
+from nvtrace.replay import events_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,10 +41,9 @@ def explain_request(
         InconsistentTraceError: an event cannot follow from those before it.
     """
     life = _Life(seq_id)
-    for record in records:
-        if not isinstance(record, Header | Footer | Unknown):
-            life.take(record)
-        if life.is_over or (step is not None and life.follower.step > step):
+    for event in events_of(records):
+        life.take(event)
+        if life.is_over or (step is not None and life.fold.step.index > step):
             break
     life.close()
     if life.arrival is None:
@@ -63,7 +62,7 @@ class _Life:
     """Takes in a trace, and keeps what it says of one request.
 
     Attributes:
-        follower: the engine's state.
+        fold: the engine's state.
         chain: the links so far, each about one step.
         arrival: how it came; None before.
         is_over: has it ended, and the step in which it did?
@@ -71,7 +70,7 @@ class _Life:
 
     def __init__(self, seq_id: int) -> None:
         self.seq_id = seq_id
-        self.follower = Follower()
+        self.fold = BlockOrigins()
         self.chain: list[links.AnyLife] = []
         self.arrival: ev.RequestEnqueue | None = None
         self.is_over = False
@@ -91,19 +90,19 @@ class _Life:
         Raises:
             InconsistentTraceError: it cannot follow from those before it.
         """
-        if self._seen is not None and event.step != self._seen.step:
+        if self.fold.is_end(event):
             self._end_step()
         if self.is_over:
             return
         self._last, self._now_ns = event, event.ts_ns
-        with consistent(event):
+        with EventErrors(event):
             if event.step is not None and self._biographer is not None:
                 self._seen = self._seen or Seen(self.seq_id, event.step)
-                self.follower.note_sources(event, self.seq_id, self._seen.sources)
-                self.follower.apply(event)
-                self._seen.note(event, self.follower)
+                self.fold.note_sources(event, self.seq_id, self._seen.sources)
+                self.fold.apply(event)
+                self._seen.note(event, self.fold)
             else:
-                self.follower.apply(event)
+                self.fold.apply(event)
                 self._note_between(event)
         for metrics in self._measure.apply(event):
             self._metrics = metrics if metrics.seq_id == self.seq_id else self._metrics
@@ -112,8 +111,8 @@ class _Life:
         """There is no more to take in."""
         self._end_step()
         if self._biographer is not None and self._last is not None and not self.is_over:
-            sequence = self.follower.state.sequences[self.seq_id]
-            unended = self._biographer.unended(self._last, self.follower.step, sequence)
+            sequence = self.fold.state.sequences[self.seq_id]
+            unended = self._biographer.unended(self._last, self.fold.step.index, sequence)
             self.chain.append(unended)
 
     def links_of(self, step: int) -> list[links.AnyLife]:
@@ -158,13 +157,13 @@ class _Life:
         seen, self._seen = self._seen, None
         if seen is None or self._biographer is None or self._last is None:
             return
-        with consistent(self._last):
-            self.chain += self._biographer.step(seen, self.follower)
+        with EventErrors(self._last):
+            self.chain += self._biographer.step(seen, self.fold)
         self.is_over = seen.ending is not None
 
     def _note_between(self, event: ev.AnyEvent) -> None:
         """What happens between two steps, or before it comes."""
-        step = self.follower.step
+        step = self.fold.step.index
         match event:
             case ev.RequestEnqueue() if event.seq_id == self.seq_id:
                 self.arrival, self._biographer = event, Biographer(event, step)
@@ -181,8 +180,8 @@ class _Life:
 
     def _end_between(self, event: ev.StateTransition | ev.EngineReset) -> None:
         if self._biographer is not None:
-            sequence = self.follower.state.sequences[self.seq_id]
-            step = self.follower.step
+            sequence = self.fold.state.sequences[self.seq_id]
+            step = self.fold.step.index
             self.chain.append(self._biographer.ended(event, step, sequence, is_between=True))
             self.is_over = True
 

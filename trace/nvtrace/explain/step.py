@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
-from nvtrace.envelope import Footer, Header, Unknown
+from nvtrace.envelope import Header
 from nvtrace.explain import links
-from nvtrace.explain.follower import (
-    Follower,
+from nvtrace.explain.origins import (
+    BlockOrigins,
+    EventErrors,
     NotInTraceError,
-    Schedule,
-    consistent,
     given_back,
     idle_reason,
     rows_of,
@@ -49,20 +48,20 @@ def explain_step(records: Iterable[Record], step: int) -> links.StepStory:
     first = last = 0
     replay: ev.CudagraphReplay | None = None
     for record in records:
-        if isinstance(record, Header | Footer | Unknown):
+        if not isinstance(record, ev.Event):
             watch.is_led |= isinstance(record, Header) and record.rank > 0
             continue
         watch.take(record)
-        if record.step is not None and record.step != last:
-            first, last, replay = first or record.step, record.step, None
+        if record.step is not None:
+            first, last = first or record.step, record.step
         if isinstance(record, ev.CudagraphReplay):
             replay = record
         elif isinstance(record, ev.StepEnd):
-            pace.take(record, replay)
+            pace.take(record, replay if replay and replay.step == record.step else None)
     if not watch.events:
         extent = f"it has steps {first} to {last}" if last else "it has none"
         raise NotInTraceError(f"no step {step} in the trace: {extent}")
-    with consistent(watch.events[-1]):
+    with EventErrors(watch.events[-1]):
         return links.StepStory(step=step, chain=tuple(_chain(watch, pace.verdict())))
 
 
@@ -79,7 +78,7 @@ class _Change:
 class _Before:
     """The step that decoded last, and what has changed since then."""
 
-    schedule: Schedule | None = None
+    schedule: ev.Schedule | None = None
     gone: dict[int, _Change] = field(default_factory=dict)
     ready: dict[int, _Change] = field(default_factory=dict)  # prompts that are computed
 
@@ -89,16 +88,12 @@ class _Watch:
 
     Attributes:
         before: what is known of the steps before it.
-        arrivals: since the step before.
-        events: the step's own.
         running: the running queue after the decision.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.before = _Before()
-        self.arrivals: list[ev.RequestEnqueue] = []
-        self.events: list[ev.AnyEvent] = []
         self.running: list[int] = []
         self.num_ranks = 1
         self.is_led = False  # a rank above 0 says what it computed, and no more
@@ -106,8 +101,18 @@ class _Watch:
         self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
         self.given_back: dict[int, dict[str, Any]] = {}  # the same; facts of their links
         self.whole: int | None = None  # what its stop's request would need without the cache
-        self._follower = Follower()
+        self._fold = BlockOrigins()
         self._is_past = False
+
+    @property
+    def events(self) -> list[ev.Event]:
+        """The step's own; none before it has begun."""
+        return self._fold.step.events if self._fold.step.index == self.step else []
+
+    @property
+    def arrivals(self) -> list[ev.RequestEnqueue]:
+        """Since the step before."""
+        return [e for e in self._fold.step.before if isinstance(e, ev.RequestEnqueue)]
 
     def take(self, event: ev.AnyEvent) -> None:
         """Take in one event; none any more after the step.
@@ -115,35 +120,30 @@ class _Watch:
         Raises:
             InconsistentTraceError: it cannot follow from those before it.
         """
-        self._is_past |= bool(self.events) and event.step != self.step
+        self._is_past |= bool(self.events) and self._fold.is_end(event)
         if self._is_past:
             return
-        with consistent(event):
-            self._follower.apply(event)
+        with EventErrors(event):
+            self._fold.apply(event)
             if event.step == self.step:
                 self._note_own(event)
             else:
                 self._note_earlier(event)
 
     def _note_own(self, event: ev.AnyEvent) -> None:
-        self.events.append(event)
-        if isinstance(event, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
-            self.running = list(self._follower.state.running)
+        if isinstance(event, ev.Schedule):
+            self.running = list(self._fold.state.running)
         elif isinstance(event, ev.Preempt):
-            sequence = self._follower.state.sequences[event.seq_id]
+            sequence = self._fold.state.sequences[event.seq_id]
             self.num_prefill_tokens[event.seq_id] = sequence.num_prefill_tokens
-            released = self._follower.released.get(event.seq_id)
+            released = self._fold.released.get(event.seq_id)
             self.given_back[event.seq_id] = given_back(event, released)
             self._note_change(event)
         elif isinstance(event, ev.AdmissionStop):
-            self.whole = whole_need(event, self._follower.state)
+            self.whole = whole_need(event, self._fold.state)
 
     def _note_earlier(self, event: ev.AnyEvent) -> None:
-        if event.step is not None:
-            self.arrivals = []
         match event:
-            case ev.RequestEnqueue():
-                self.arrivals.append(event)
             case ev.EngineInit():
                 self.num_ranks = event.tp_size
             case ev.CudagraphReplay():
@@ -164,15 +164,15 @@ class _Watch:
         """Whose prompt is complete with this step can be decoded from the next one on."""
         _, prefill_ids = rows_of(event)
         for row, seq_id in enumerate(event.seq_ids):
-            sequence = self._follower.state.sequences[seq_id]
+            sequence = self._fold.state.sequences[seq_id]
             end = event.num_computed_tokens[row] + event.num_scheduled_tokens[row]
             if seq_id in prefill_ids and end >= sequence.num_prefill_tokens:
                 is_again = sequence.num_prefill_tokens > sequence.prompt_len
                 reason = "recomputed" if is_again else "prefilled"
-                self.before.ready[seq_id] = _Change(reason, self._follower.step, event.event_id)
+                self.before.ready[seq_id] = _Change(reason, self._fold.step.index, event.event_id)
 
     def _note_change(self, event: ev.AnyEvent) -> None:
-        step = self._follower.step
+        step = self._fold.step.index
         match event:
             case ev.Preempt():
                 self.before.gone[event.seq_id] = _Change("preempted", step, event.event_id)
@@ -192,7 +192,7 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
         seq_ids = tuple(event.seq_id for event in watch.arrivals)
         yield links.Came(**_place(watch, watch.arrivals), seq_ids=seq_ids)
     for event in watch.events:
-        if isinstance(event, ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed):
+        if isinstance(event, ev.Schedule):
             yield from _decision(watch, event)
     for event in watch.events:
         yield from _fact(watch, event)
@@ -200,13 +200,13 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
     if paced is not None:
         yield paced
         return
-    if watch.is_led and not any(isinstance(e, Schedule) for e in watch.events):
+    if watch.is_led and not any(isinstance(e, ev.Schedule) for e in watch.events):
         return
     errors = [event for event in watch.events if isinstance(event, ev.EngineError)]
     yield links.Broken(**_place(watch, errors), error=errors[0].error_type if errors else None)
 
 
-def _fact(watch: _Watch, event: ev.AnyEvent) -> Iterator[links.AnyStep]:
+def _fact(watch: _Watch, event: ev.Event) -> Iterator[links.AnyStep]:
     """What one event says by itself."""
     place = _place(watch, [event])
     match event:
@@ -255,7 +255,7 @@ def _late_reason(watch: _Watch, event: ev.CudagraphReplay) -> links.LateReason:
     return "waiting" if is_waiting or watch.arrivals else "unforeseen"
 
 
-def _decision(watch: _Watch, schedule: Schedule) -> Iterator[links.AnyStep]:
+def _decision(watch: _Watch, schedule: ev.Schedule) -> Iterator[links.AnyStep]:
     """What is computed, for whom; and what has changed since the step that decoded last."""
     decode_ids, prefill_ids = rows_of(schedule)
     place = _place(watch, [schedule])
@@ -291,7 +291,7 @@ def _cached_now(schedule: ev.SchedulePrefill | ev.ScheduleMixed) -> Iterator[int
     return (num_cached for num_cached, num_computed in rows if num_cached == num_computed)
 
 
-def _changes(watch: _Watch, before: list[int], schedule: Schedule) -> Iterator[links.AnyStep]:
+def _changes(watch: _Watch, before: list[int], schedule: ev.Schedule) -> Iterator[links.AnyStep]:
     """Who left the batch, and who joined it; those with the same reason together."""
     now = rows_of(schedule)[0]
     is_now, was_before = set(now), set(before)

@@ -39,7 +39,6 @@ _STEPS, _GPU, _STARTUP = Track(_ENGINE, 1), Track(_ENGINE, 2), Track(_ENGINE, 3)
 _LONGEST_ARGUMENT = 200
 _NUM_THREADS = 2**31 - 1
 _STARTUP_PARTS = (ev.ModelWeightsLoaded, ev.WarmupModel, ev.CudagraphCapture)
-_Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
 
 
 def lines(records: Iterable[Record]) -> Iterator[str]:
@@ -90,11 +89,14 @@ class _Request:
 
 @dataclass(slots=True)
 class _Step:
-    """The step under way: what is drawn when it ends."""
+    """The step under way: what is drawn at its STEP_END.
+
+    (`replay.StepFold` would give it only when the next event comes, and only of a sound trace.)
+    """
 
     index: int
     start_ns: int
-    schedule: _Schedule | None = None
+    schedule: ev.Schedule | None = None
     parts: dict[str, ev.Event] = field(default_factory=dict)  # which event tells of which part
     moments: list[tuple[int, ev.Event]] = field(default_factory=list)  # (time, event)
     preempted: list[tuple[int, int]] = field(default_factory=list)  # (time, arrow)
@@ -237,7 +239,7 @@ class Picture:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _schedule(self, event: _Schedule) -> None:
+    def _schedule(self, event: ev.Schedule) -> None:
         if self._step is not None:
             self._step.schedule = event
         self._count(event, getattr(event, "num_batched_tokens", event.scheduled))
@@ -257,7 +259,7 @@ class Picture:
         if self._step is not None:
             self._step.chunks.append((request.wait_flow, request.is_prefilled))
 
-    def _count(self, event: _Schedule | ev.StepEnd, num_batched_tokens: int) -> None:
+    def _count(self, event: ev.Schedule | ev.StepEnd, num_batched_tokens: int) -> None:
         numbers = {
             "running": event.running_len,
             "waiting": event.waiting_len,
@@ -381,7 +383,7 @@ class Picture:
         ev.Preempt: _preempt,
         ev.RequestOutput: _request_output,
         ev.EngineReset: _engine_reset,
-        **dict.fromkeys((ev.SchedulePrefill, ev.ScheduleDecode, ev.ScheduleMixed), _schedule),
+        **dict.fromkeys(ev.SCHEDULES, _schedule),
         **dict.fromkeys(_part_names, _part),
         ev.SampleTokens: _sample_tokens,
         **dict.fromkeys(

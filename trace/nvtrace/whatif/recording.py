@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nvtrace import events as ev
 from nvtrace.envelope import Header
 from nvtrace.measure import Measure
-from nvtrace.replay import InconsistentTraceError
+from nvtrace.replay import InconsistentTraceError, phase_of
 from nvtrace.steptime import StepShape, StepTimes
 from nvtrace.whatif.settings import Settings, WhatIfError
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from nvtrace.envelope import Record
     from nvtrace.metrics import RunMetrics
-
-Schedule = ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed
 
 
 class Decisions:
@@ -61,7 +59,7 @@ class Decisions:
                 pages = tuple(map(tuple, event.block_ids))
                 self._pages = hash((self._pages, ev.tag_of(event), *event.seq_ids, pages))
 
-    def _decide(self, schedule: Schedule, counts: tuple[int, ...]) -> None:
+    def _decide(self, schedule: ev.Schedule, counts: tuple[int, ...]) -> None:
         queues = (schedule.waiting_len, schedule.running_len)
         facts = (schedule.engine_step, tuple(schedule.seq_ids), counts, queues, self._pages)
         self.numbers.append(hash(facts))
@@ -283,13 +281,13 @@ class _Reader:
             self.steps.append((self._shape, end.wall_ns))
         self._last_end = end
 
-    def _shape_of(self, schedule: Schedule) -> StepShape:
+    def _shape_of(self, schedule: ev.Schedule) -> StepShape:
         if isinstance(schedule, ev.ScheduleDecode):
             num_seqs = len(schedule.seq_ids)
             context = sum(self._length(seq_id) for seq_id in schedule.seq_ids)
             return StepShape("decode", num_seqs, context, num_seqs)
         return StepShape(
-            "mixed" if isinstance(schedule, ev.ScheduleMixed) else "prefill",
+            phase_of(schedule),
             schedule.num_batched_tokens,
             sum(schedule.num_computed_tokens) + sum(schedule.num_scheduled_tokens),
             len(schedule.seq_ids),

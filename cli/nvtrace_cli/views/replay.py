@@ -17,7 +17,8 @@ from nvtrace.caveats import saying_untimed, saying_whose
 from nvtrace.envelope import Footer, Header
 from nvtrace.reader import name_of, read_first_rank, read_ranks
 from nvtrace.replay import InconsistentTraceError
-from nvtrace.summary import fold_alike, summarize
+from nvtrace.summarize import summarize
+from nvtrace.summary import fold_alike
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel

@@ -74,13 +74,7 @@ class RopeScaling:
         return frequencies * kept + frequencies / self.factor * (1.0 - kept)
 
     def _yarn_kept_share(self, frequencies: Tensor, theta: float) -> Tensor:
-<<<<<<< HEAD
-        """(head_dim / 2,): 1 where yarn keeps a frequency, 0 where it divides it, or between."""
-||||||| 279cb78
-        """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where it divides it, or between."""
-=======
         """Return (head_dim / 2,): 1 where yarn keeps a frequency, 0 where not, or between."""
->>>>>>> wt-engine-words
         head_dim = 2 * len(frequencies)
 
         def pair_that_turns(num_turns: float) -> float:

@@ -23,9 +23,9 @@ from nvtrace.catalog import load_catalog
 from nvtrace.caveats import about_rank, saying_whose
 from nvtrace.envelope import Footer, Header, Unknown
 from nvtrace.pipeline import Sink
-from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
+from nvtrace.ranks import keep_ranks
 from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace
-from nvtrace.recorder import record
+from nvtrace.recorder import RankRecipe, RankRecorder, record
 from nvtrace_cli.main import run_command
 from nvtrace_cli.run import recording, stopping_between_steps
 from support.cli import ROOT, call, command, environment

@@ -19,8 +19,7 @@ rank, for the heads of that rank; so the rank with the fewest blocks sets the nu
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -99,7 +98,7 @@ def estimate_budget(
         total_bytes=total,
         free_bytes=free,
         used_bytes=used,
-        **({} if step_memory is None else dataclasses.asdict(step_memory)),
+        **({} if step_memory is None else asdict(step_memory)),
         utilization=config.gpu_memory_utilization,
         limit_bytes=CPU_KV_CACHE_LIMIT if step_memory is None else None,
         num_local_ranks=ranks.num_local_ranks,

@@ -1,4 +1,4 @@
-"""The interface of an attention backend, and the choice of one.
+"""The choice of an attention backend (`layers/attention.py`) for a machine and a model.
 
     hybrid        flash-attn for prefills, this project's kernels (faster there) for decodes
     flash_attn    the flash-attn package for both
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.errors import AttentionBackendError
 from nanovllm.gpu.flash_attn_calls import flash_attn_version
@@ -20,9 +20,7 @@ from nanovllm.gpu.flash_attn_calls import flash_attn_version
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from nanovllm.layers.context import Context
+    from nanovllm.layers.attention import AttentionBackend
 
 ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
@@ -30,48 +28,6 @@ FLASH_BLOCK_MULTIPLE = 256  # flash-attn 2 needs a block size that is a multiple
 FLASH_CAPABILITY = (8, 0)
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
-
-
-class AttentionBackend(Protocol):
-    """One way to compute paged attention. It has no state.
-
-    What all layers of a step share, it may store in `context.plan`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The value of `attention_backend` that selects it."""
-        ...
-
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
-        ...
-
-    def prefill(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """Causal attention of the new tokens of each sequence, any number, to its whole context.
-
-        The new tokens are the last of the context. If `context.block_tables` is None, they are the
-        whole context, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim).
-        Else `keys` and `values` are the cache; those of the new tokens are written there already.
-
-        Returns:
-            (num_tokens, num_heads, head_dim), as `q` is.
-        """
-        ...
-
-    def decode(
-        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """Attention of one new token of each sequence to its whole context, which is in the cache.
-
-        Returns:
-            (num_seqs, num_heads, head_dim), as `q` is.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ class HybridBackend(TritonBackend):
     (docs/performance-notes.md).
     """
 
-    name = "hybrid"
-
     def __init__(self) -> None:
         version = flash_attn_version(gpu_capability("cuda"))
         if version is None:
@@ -42,8 +40,6 @@ class HybridBackend(TritonBackend):
 
 class FlashAttentionBackend(HybridBackend):
     """Prefills and decodes by flash-attn."""
-
-    name = "flash_attn"
 
     def decode(
         self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context

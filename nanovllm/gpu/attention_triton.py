@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class TritonBackend:
     """Attention by the kernels of `gpu/kernels`."""
 
-    name = "triton"
-
     def write_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:

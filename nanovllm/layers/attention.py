@@ -20,14 +20,51 @@ to which sequence is in the context (`context.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from nanovllm.layers.context import get_context
 
 if TYPE_CHECKING:
-    from nanovllm.gpu.attention_choice import AttentionBackend
+    from nanovllm.layers.context import Context
+
+
+class AttentionBackend(Protocol):
+    """One way to compute paged attention. It has no state.
+
+    What all layers of a step share, it may store in `context.plan`.
+    """
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
+        ...
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Causal attention of the new tokens of each sequence, any number, to its whole context.
+
+        The new tokens are the last of the context. If `context.block_tables` is None, they are the
+        whole context, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim).
+        Else `keys` and `values` are the cache; those of the new tokens are written there already.
+
+        Returns:
+            (num_tokens, num_heads, head_dim), as `q` is.
+        """
+        ...
+
+    def decode(
+        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attention of one new token of each sequence to its whole context, which is in the cache.
+
+        Returns:
+            (num_seqs, num_heads, head_dim), as `q` is.
+        """
+        ...
 
 
 class Attention(nn.Module):

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 class SdpaBackend:
     """Attention on any device of torch."""
 
-    name = "sdpa"
-
     def write_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear, RowLinear
@@ -34,7 +34,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, Rotation
 from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
-    from nanovllm.gpu.attention_choice import AttentionBackend
     from nanovllm.utils.model_config import ModelConfig
 
 

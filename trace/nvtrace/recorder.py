@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -24,13 +24,16 @@ from nanovllm.observer import Observer
 from nanovllm.parallel.torchrun import TorchrunRank
 from nvtrace import events as ev
 from nvtrace.events import new
-from nvtrace.pipeline import Sink, open_sink
+from nvtrace.files import Existing, NewFile, create_file, reopen
+from nvtrace.pipeline import Sink, open_sink, sink_of
+from nvtrace.ranks import keep_ranks, shared_run_id
 from nvtrace.reader import rank_path
 from nvtrace.writer import Exit, TraceWriter, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Seq
+    from os import stat_result
     from types import TracebackType
 
     from structlog.typing import Processor
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
     from nanovllm.errors import RequestRefusedError
     from nanovllm.utils.loader import LoadedWeights
     from nanovllm.utils.model_config import ModelConfig
-    from nvtrace.files import Existing, NewFile
-    from nvtrace.ranks import RankRecipe
 
 
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
@@ -111,8 +112,6 @@ def record(
     Raises:
         OSError: the file cannot be created.
     """
-    from nvtrace.ranks import RankRecipe, keep_ranks  # noqa: PLC0415 - its recorder is one of ours
-
     torchrun = TorchrunRank.from_environment(os.environ)
     rank = 0 if torchrun is None else torchrun.rank
     own_path, processors = rank_path(Path(path), rank), tuple(processors)
@@ -204,8 +203,6 @@ class Recorder(Observer):
             Where an older trace is that could not get its name back; None if there is none.
             `kept_others` then has those of other ranks.
         """
-        from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - its recorder is one of ours
-
         for made in self._others:
             made.undo()
         own, kept = self.trace.sink.made, self.kept
@@ -226,8 +223,6 @@ class Recorder(Observer):
     def engine_init(self, config: Config, model_config: ModelConfig) -> None:
         if self.trace.has_header:
             raise ValueError("this recorder already has an engine: use one record() for each LLM")
-        from nvtrace.ranks import shared_run_id  # noqa: PLC0415 - its recorder is one of ours
-
         world_size = config.tensor_parallel_size
         if self.recipe is not None and world_size > 1:
             for made in self.recipe.make(world_size, self._own_place()):
@@ -652,3 +647,82 @@ def _lengths(batch: Batch) -> _Lengths:
         "num_cached_tokens": [seq.num_cached_tokens for seq in batch.seqs],
         "num_batched_tokens": sum(batch.num_scheduled_tokens),
     }
+
+
+# -- other ranks' recorders ------------------------------------------------------------------------
+
+
+class RankRecorder(Recorder):
+    """The recorder of a rank that the engine started.
+
+    Args:
+        sink: where the lines go.
+        rank: from 1.
+        run_id: that of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+    """
+
+    def __init__(
+        self, sink: Sink, rank: int, run_id: str, processors: Iterable[Processor] = ()
+    ) -> None:
+        super().__init__(sink, processors=processors, rank=rank)
+        self.trace.run_id = run_id
+
+    @override
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        super().kv_budget_estimate(budget)
+        self.trace.drain()  # `engine_ready`, which drains too, is called on rank 0 only
+
+    @override
+    def run_eager(self, reason: str, num_tokens: int) -> None:
+        # This rank has no schedule event, so the phase is taken from how the model ran.
+        self.trace.batch_phase = (
+            "prefill" if reason == "prefill" else "mixed" if reason == "mixed" else "decode"
+        )
+        super().run_eager(reason, num_tokens)
+        self.trace.drain()  # on this rank, the step ends here
+
+    @override
+    def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
+        self.trace.batch_phase = "decode"
+        super().cudagraph_replay(batch_size, graph_batch_size, is_ahead=is_ahead)
+        self.trace.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecipe:
+    """Makes the recorder of a rank, in that rank's process.
+
+    Attributes:
+        path: of rank 0's trace.
+        run_id: of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+        existing: the same.
+        files: the files that rank 0 has created for the others, by rank.
+    """
+
+    path: Path
+    run_id: str
+    processors: tuple[Processor, ...]
+    existing: Existing
+    files: dict[int, tuple[Path, stat_result]] = field(default_factory=dict)
+
+    def make(self, num_ranks: int, beside: Path) -> Iterator[NewFile]:
+        """Create the other ranks' files in rank 0's process, which can undo it.
+
+        Args:
+            num_ranks: of the engine.
+            beside: where rank 0's trace is now; another run may have renamed it.
+        """
+        for rank in range(1, num_ranks):
+            made = create_file(rank_path(beside, rank), self.existing)
+            if made.path is not None:
+                self.files[rank] = made.path, os.fstat(made.file.fileno())
+            yield made
+
+    def __call__(self, rank: int) -> RankRecorder:
+        """Open the rank's file."""
+        path = rank_path(self.path, rank)
+        made = reopen(*self.files[rank]) if rank in self.files else None
+        sink = sink_of(create_file(path, self.existing) if made is None else made, path)
+        return RankRecorder(sink, rank, self.run_id, self.processors)

@@ -170,7 +170,7 @@ step reason       waiting_len
     ]
 
 
-def test_a_preemption_costs_time_and_tokens_and_gives_pages() -> None:
+def test_a_preemption_costs_time_and_tokens_and_gives_blocks() -> None:
     preemptions = table("seq_id num_blocks_freed\n0 3\n0 4")
     cost = preemption_cost(LIVES, preemptions)
     names = ("seq_id", "num_blocks_freed", "num_recomputed_tokens", "preempted_ns")
@@ -285,7 +285,7 @@ def replaced(header: Header, **changes: object) -> Header:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_pages_are_counted_at_each_schedule_by_what_they_are() -> None:
+def test_blocks_are_counted_at_each_schedule_by_what_they_are() -> None:
     steps = table("step event_id ts_ns\n1 4 10\n2 8 20\n3 9 30")
     blocks = table(
         """
@@ -323,7 +323,7 @@ seq_id scheduled_ns num_prompt_tokens num_cached_tokens
     assert hits["hit_rate_so_far"].tolist() == [0.0, 8 / 30]
 
 
-def test_the_sum_that_ends_in_the_pages_of_a_gpu() -> None:
+def test_the_sum_that_ends_in_the_blocks_of_a_gpu() -> None:
     budget = pd.DataFrame(
         [
             {

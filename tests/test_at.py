@@ -258,7 +258,7 @@ def test_slots_are_shown_as_the_trace_says_them(capsys: pytest.CaptureFixture[st
         assert "0\t11\t11\t2\t11\t11\t12" in call(capsys, "at", trace, *step, "--plain").out
 
 
-def test_each_slot_is_page_times_page_size_plus_offset() -> None:
+def test_each_slot_is_block_times_block_size_plus_offset() -> None:
     recording = Recording(BUSY)
     size = BUSY.settings.kvcache_block_size
     num_runs = 0
@@ -673,7 +673,7 @@ def test_ascii_terminals_get_an_ascii_map(folder: Path) -> None:
     assert outcome.out.isascii()
 
 
-def test_shared_pages_show_how_many_share_them(
+def test_shared_blocks_show_how_many_share_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "busy.jsonl"

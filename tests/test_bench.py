@@ -171,7 +171,7 @@ def test_contexts_without_end_are_refused_without_drawing_them() -> None:
         )
 
 
-def test_a_workload_knows_the_pages_that_hold_it() -> None:
+def test_a_workload_knows_the_blocks_that_hold_it() -> None:
     work = Workload("two", (Request((1, 2, 3), 5), Request((1,) * 16, 1)))
     assert work.num_blocks(8) == 1 + 3
     assert work.first(1).num_blocks(8) == 1

@@ -71,14 +71,14 @@ class Ear(Observer):
 # -- the order in which pages are taken ------------------------------------------------------------
 
 
-def test_pages_without_contents_are_taken_before_hashed_ones() -> None:
+def test_blocks_without_contents_are_taken_before_hashed_ones() -> None:
     pool = Pool(num_blocks=4, block_size=2)
     hashed = pool.compute(pool.admit([1, 2, 3]))  # pages 0 (hashed) and 1 (half full)
     pool.manager.deallocate(hashed)
     assert pool.free() == [1, 2, 3, 0]
 
 
-def test_hashed_pages_are_evicted_least_recently_used_first() -> None:
+def test_hashed_blocks_are_evicted_least_recently_used_first() -> None:
     pool = Pool(num_blocks=3, block_size=1)
     first, second, third = (pool.compute(pool.admit([token])) for token in (1, 2, 3))
     for seq in (second, first, third):
@@ -88,7 +88,7 @@ def test_hashed_pages_are_evicted_least_recently_used_first() -> None:
     assert pool.free() == [0, 2, 1]
 
 
-def test_of_one_sequence_the_deepest_page_is_evicted_first() -> None:
+def test_of_one_sequence_the_deepest_block_is_evicted_first() -> None:
     pool = Pool(num_blocks=3, block_size=2)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2, 3, 4, 5, 6])))
     assert pool.free() == [2, 1, 0]
@@ -97,13 +97,13 @@ def test_of_one_sequence_the_deepest_page_is_evicted_first() -> None:
     assert pool.manager.match_prefix(Sequence(9, [1, 2, 3, 4, 5], SamplingParams())) == [0, 1]
 
 
-def test_unhashed_pages_of_one_sequence_are_taken_again_in_its_own_order() -> None:
+def test_unhashed_blocks_of_one_sequence_are_taken_again_in_its_own_order() -> None:
     pool = Pool(num_blocks=5, block_size=2, is_caching=False)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2, 3, 4, 5, 6])))
     assert pool.free() == [0, 1, 2, 3, 4]
 
 
-def test_any_page_of_a_large_pool_is_revived_without_a_search() -> None:
+def test_any_block_of_a_large_pool_is_revived_without_a_search() -> None:
     pool = Pool(num_blocks=10**6, block_size=1)
     free = pool.manager.free_blocks
     assert isinstance(free, OrderedDict)  # first, last and any: each in constant time
@@ -120,7 +120,7 @@ def test_any_page_of_a_large_pool_is_revived_without_a_search() -> None:
 # -- sharing and reviving --------------------------------------------------------------------------
 
 
-def test_a_hashed_page_in_use_is_shared_and_a_free_one_revived() -> None:
+def test_a_hashed_block_in_use_is_shared_and_a_free_one_revived() -> None:
     ear = Ear()
     pool = Pool(num_blocks=8, block_size=2, observer=ear)
     first = pool.compute(pool.admit([1, 2, 3]))
@@ -137,7 +137,7 @@ def test_a_hashed_page_in_use_is_shared_and_a_free_one_revived() -> None:
     assert ear.heard == [("revive", third.seq_id, [0]), ("allocate", third.seq_id, [2])]
 
 
-def test_reviving_takes_free_pages_and_sharing_takes_none() -> None:
+def test_reviving_takes_free_blocks_and_sharing_takes_none() -> None:
     pool = Pool(num_blocks=3, block_size=2)
     first = pool.compute(pool.admit([1, 2, 3, 4]))
     probe = Sequence(9, [1, 2, 3, 4, 5], SamplingParams())
@@ -146,14 +146,14 @@ def test_reviving_takes_free_pages_and_sharing_takes_none() -> None:
     assert pool.manager.num_blocks_to_take(probe, pool.manager.match_prefix(probe)) == 3
 
 
-def test_a_matched_page_is_never_taken_as_a_new_one_in_the_same_admission() -> None:
+def test_a_matched_block_is_never_taken_as_a_new_one_in_the_same_admission() -> None:
     pool = Pool(num_blocks=2, block_size=2)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2])))
     pool.manager.free_blocks.move_to_end(0, last=False)  # page 0, hashed, is next in line
     assert pool.admit([1, 2, 3]).block_table == [0, 1]
 
 
-def test_taking_a_hashed_page_evicts_it_and_says_so() -> None:
+def test_taking_a_hashed_block_evicts_it_and_says_so() -> None:
     ear = Ear()
     pool = Pool(num_blocks=2, block_size=2, observer=ear)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2, 3, 4])))
@@ -164,7 +164,7 @@ def test_taking_a_hashed_page_evicts_it_and_says_so() -> None:
     assert pool.manager.block_hashes[1] is None
 
 
-def test_a_page_is_hashed_once_it_is_full_and_computed_and_not_before() -> None:
+def test_a_block_is_hashed_once_it_is_full_and_computed_and_not_before() -> None:
     pool = Pool(num_blocks=4, block_size=2)
     seq = pool.admit([1, 2, 3, 4])
     assert not pool.manager.cached_blocks  # full, but not computed
@@ -181,18 +181,18 @@ def test_without_prefix_caching_nothing_is_hashed_or_matched() -> None:
     assert not pool.manager.cached_blocks
 
 
-def test_a_page_hash_depends_on_everything_before_it() -> None:
+def test_a_block_hash_depends_on_everything_before_it() -> None:
     assert hash_block(b"", [1, 2]) != hash_block(hash_block(b"", [0, 0]), [1, 2])
     assert hash_block(b"", [1, 2]) != hash_block(b"", [2, 1])
     assert hash_block(b"", [2**32 - 1]) != hash_block(b"", [2**31])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_pages_needed_are_rounded_up(num_tokens: int, num_blocks: int) -> None:
+def test_blocks_needed_are_rounded_up(num_tokens: int, num_blocks: int) -> None:
     assert Pool(9, block_size=4).manager.blocks_for(num_tokens) == num_blocks
 
 
-def test_a_new_page_is_due_one_token_after_the_last_is_full() -> None:
+def test_a_new_block_is_due_one_token_after_the_last_is_full() -> None:
     pool = Pool(num_blocks=2, block_size=4)
     seq = pool.compute(pool.admit([1, 2, 3]))
     seq.token_ids.append(4)
@@ -220,7 +220,7 @@ def test_a_fully_cached_prompt_still_computes_at_least_one_token() -> None:
     assert cached == [0, 4, 8]
 
 
-def test_a_revived_page_must_match_in_all_tokens_before_it() -> None:
+def test_a_revived_block_must_match_in_all_tokens_before_it() -> None:
     pool = Pool(num_blocks=16, block_size=2)
     cached = []
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6, 7], [5, 6, 8]):
@@ -251,7 +251,7 @@ def test_two_equal_prompts_of_one_step_share_nothing_and_the_first_one_is_hashed
 # -- check() ---------------------------------------------------------------------------------------
 
 
-def test_check_finds_a_page_held_twice_by_one_table() -> None:
+def test_check_finds_a_block_held_twice_by_one_table() -> None:
     pool = Pool(4, block_size=2)
     seq = pool.admit([1])
     seq.block_table.append(seq.block_table[0])
@@ -267,14 +267,14 @@ def test_check_finds_a_wrong_reference_count() -> None:
         pool.manager.check([seq])
 
 
-def test_check_finds_a_page_that_is_neither_held_nor_free() -> None:
+def test_check_finds_a_block_that_is_neither_held_nor_free() -> None:
     pool = Pool(4, block_size=2)
     del pool.manager.free_blocks[3]
     with pytest.raises(AssertionError, match="free"):
         pool.manager.check([])
 
 
-def test_check_finds_a_hash_without_its_page() -> None:
+def test_check_finds_a_hash_without_its_block() -> None:
     pool = Pool(4, block_size=2)
     seq = pool.compute(pool.admit([1, 2]))
     pool.manager.block_hashes[seq.block_table[0]] = None
@@ -282,7 +282,7 @@ def test_check_finds_a_hash_without_its_page() -> None:
         pool.manager.check([seq])
 
 
-def test_reset_makes_every_page_free_and_empty_and_in_order() -> None:
+def test_reset_makes_every_block_free_and_empty_and_in_order() -> None:
     pool = Pool(4, block_size=2)
     pool.compute(pool.admit([1, 2, 3, 4]))
     pool.manager.reset()

@@ -143,7 +143,7 @@ def test_a_trace_of_a_killed_start_has_no_step_to_show(
 # -- the whole picture -----------------------------------------------------------------------------
 
 
-def test_the_header_spells_out_the_model_and_the_sum_behind_the_pages(
+def test_the_header_spells_out_the_model_and_the_sum_behind_the_blocks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = call(capsys, "replay", folder / "article.jsonl").out
@@ -155,7 +155,7 @@ def test_the_header_spells_out_the_model_and_the_sum_behind_the_pages(
     assert "2026-01-02 03:04:05 UTC" in out
 
 
-def test_pages_that_were_given_are_called_so(
+def test_blocks_that_were_given_are_called_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = call(capsys, "replay", folder / "crowded.jsonl").out

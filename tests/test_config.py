@@ -288,7 +288,7 @@ def test_the_terms_of_the_kv_budget_add_up(
     assert llm.model_runner.kv_cache.nbytes == budget.num_blocks * budget.block_bytes
 
 
-def test_half_the_bytes_a_number_give_twice_the_pages(
+def test_half_the_bytes_a_number_give_twice_the_blocks(
     folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, GIB // 2)
@@ -307,7 +307,7 @@ def test_a_big_machine_gives_no_more_than_the_limit(
     assert budget.num_blocks == CPU_KV_CACHE_LIMIT // BLOCK_BYTES
 
 
-def test_a_given_number_of_pages_is_taken_whatever_the_memory(
+def test_a_given_number_of_blocks_is_taken_whatever_the_memory(
     folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, 0)
@@ -317,7 +317,7 @@ def test_a_given_number_of_pages_is_taken_whatever_the_memory(
 
 
 @pytest.mark.parametrize("free", [0, GIB // 10, GIB // 10 + BLOCK_BYTES - 1])
-def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
+def test_memory_without_room_for_a_block_is_an_error_that_says_what_to_do(
     free: int, folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, free)
@@ -335,7 +335,7 @@ def test_memory_without_room_for_a_page_is_an_error_that_says_what_to_do(
     assert start(folder)[1].num_blocks == 1
 
 
-def test_more_pages_than_the_machine_has_memory_are_an_error_that_says_what_to_do(
+def test_more_blocks_than_the_machine_has_memory_are_an_error_that_says_what_to_do(
     folder: Path, set_memory: Callable[[int, int], None]
 ) -> None:
     set_memory(GIB, GIB)
@@ -344,7 +344,7 @@ def test_more_pages_than_the_machine_has_memory_are_an_error_that_says_what_to_d
 
 
 @pytest.mark.parametrize("block_size", [256, 2**31 - 1])
-def test_more_pages_than_any_machine_gives_are_an_error_that_says_what_to_do(
+def test_more_blocks_than_any_machine_gives_are_an_error_that_says_what_to_do(
     block_size: int, folder: Path
 ) -> None:
     with pytest.raises(KVCacheError, match="lower num_kvcache_blocks"):

@@ -67,7 +67,7 @@ def rows_of(next_step: NextStep, *seqs: Sequence) -> list[int] | None:
     return next_step.rows_of(Batch(0, seqs=[*seqs]))
 
 
-def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_only() -> None:
+def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_blocks_only() -> None:
     first, second = running(0, 4, [3, 7]), running(1, 2, [5])
     ahead = NextStep([1], [0, 2], [(0, 7)], [first, second], [4, 2])
     assert rows_of(ahead, first, second) == [0, 1]
@@ -140,7 +140,7 @@ def budget_of(config: Config, model: ModelConfig, step: StepMemory) -> tuple[int
     return budget.available_bytes, budget.num_blocks
 
 
-def test_a_gpus_pages_fill_what_a_step_leaves() -> None:
+def test_a_gpus_blocks_fill_what_a_step_leaves() -> None:
     config = Config.create("model", {"gpu_memory_utilization": 0.9, "dtype": "bfloat16"})
     step = StepMemory(peak_bytes=7 * GIB, current_bytes=2 * GIB, graph_pool_bytes=GIB)
     model = replace(FAKE_MODEL, num_key_value_heads=8, head_dim=128, num_hidden_layers=28)

@@ -223,7 +223,7 @@ def test_a_prefill_counts_its_sequences_lengths_and_a_decode_minus_its_batch() -
 
 
 @pytest.mark.parametrize("workload", [BUSY, BUSY_MIXED], ids=["prefill_first", "mixed"])
-def test_pages_are_released_in_the_phase_that_releases_them(workload: Workload) -> None:
+def test_blocks_are_released_in_the_phase_that_releases_them(workload: Workload) -> None:
     recording = Recording(workload)
     events = [record for record in recording.records if isinstance(record, ev.Event)]
     for before, event in pairwise(events):

@@ -86,7 +86,7 @@ def _told(link: links.Link) -> tuple[Any, ...]:
 # -- a request's life, by hand ---------------------------------------------------------------------
 
 
-def test_a_request_waits_for_the_budget_shares_pages_and_stands_aside(busy: list[Record]) -> None:
+def test_a_request_waits_for_the_budget_shares_blocks_and_stands_aside(busy: list[Record]) -> None:
     assert told(busy, 1) == [
         ("queued", 0, 0, 5, 8, 1),
         ("waited", 1, 1, "token_budget", 1, (5, 5), (1, 1), (0, 0), False),
@@ -135,7 +135,7 @@ def test_a_request_waits_because_of_who_is_ahead_and_revives_what_was_left(
     ]
 
 
-def test_who_shares_a_page_is_everybody_who_had_it_before() -> None:
+def test_who_shares_a_block_is_everybody_who_had_it_before() -> None:
     """Two are admitted in one step, and find the pages of a third."""
     later = [Request([1, 2, 1, 2, 2], max_tokens=2, arrival=1) for _ in range(2)]
     workload = Workload(
@@ -539,7 +539,7 @@ TWINS = Workload(  # the second shares two of its pages, gives way, and waits
 )
 
 
-def test_pages_that_are_shared_are_told_of_where_pages_are_given_back_and_needed() -> None:
+def test_blocks_that_are_shared_are_told_of_where_blocks_are_given_back_and_needed() -> None:
     records, english = Recording(TWINS).records, load_catalog("en")
     chain = explain_request(records, 1).chain
     preempted = next(link for link in chain if isinstance(link, links.Preempted))

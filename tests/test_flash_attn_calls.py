@@ -162,7 +162,7 @@ def test_a_prefill_with_nothing_cached(calls: FlashAttnCalls) -> None:
     torch.testing.assert_close(calls.prefill(q, k, v, SCALE, context), expected)
 
 
-def test_a_prefill_that_reads_pages(calls: FlashAttnCalls) -> None:
+def test_a_prefill_that_reads_blocks(calls: FlashAttnCalls) -> None:
     context = make_context([5, 3], [9, 7], is_paged=True)
     q, (keys, values) = torch.randn(8, NUM_HEADS, HEAD_DIM), random_pages(6)
     expected = SdpaBackend().prefill(q, keys, values, SCALE, context)

@@ -213,7 +213,7 @@ def test_requests_that_come_and_go_make_guesses_wrong_and_no_token(oracle: Oracl
     assert outputs == {0: oracle.greedy(prompts[0], 60), 2: oracle.greedy(prompts[2], 60)}
 
 
-def test_a_visitor_that_takes_the_page_of_a_step_ahead_spoils_nothing(oracle: Oracle) -> None:
+def test_a_visitor_that_takes_the_block_of_a_step_ahead_spoils_nothing(oracle: Oracle) -> None:
     prompts = oracle.prompts((15, 9), 40)
     llm = engine(oracle, attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=9)
     seq_id = llm.add_request(
@@ -228,7 +228,7 @@ def test_a_visitor_that_takes_the_page_of_a_step_ahead_spoils_nothing(oracle: Or
     assert outputs[seq_id] == oracle.greedy(prompts[0], 40)
 
 
-def test_rows_that_end_unforeseen_leave_the_others_pages_alone(oracle: Oracle) -> None:
+def test_rows_that_end_unforeseen_leave_the_others_blocks_alone(oracle: Oracle) -> None:
     prompts = oracle.prompts((5, 9, 14, 3), 60)
     llm = engine(oracle, attention_backend="triton", kvcache_block_size=16, num_kvcache_blocks=40)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -510,7 +510,7 @@ def test_paged_attention_packs_any_number_of_heads_of_any_size(
 @pytest.mark.parametrize(
     ("block_size", "head_dim"), [(1, 128), (5, 128), (16, 128), (256, 128), (256, 256), (16, 32)]
 )
-def test_prefill_attention_is_the_plain_one_from_pages_and_in_one_piece(
+def test_prefill_attention_is_the_plain_one_from_blocks_and_in_one_piece(
     block_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     new_lens, lens = [3, 1, 700, 20], [3, 640, 1000, 20]

@@ -342,7 +342,7 @@ def test_step_by_step_too_a_request_goes_on_or_is_gone(
         ("blocks_release", True),
     ],
 )
-def test_an_interrupted_arrival_or_abort_loses_no_page(
+def test_an_interrupted_arrival_or_abort_loses_no_block(
     hook: str, is_running: bool, oracle: Oracle, right: list[list[int]]
 ) -> None:
     striker = Striker()

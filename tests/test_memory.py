@@ -136,7 +136,7 @@ def test_a_little_that_is_kept_of_each_request_is_noticed() -> None:
     assert [text.split()[-1] for text in found] == ["bytes"]
 
 
-def test_pages_whose_hashes_are_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_whose_hashes_are_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SMALL)
     taken: list[bytes] = []
     chain_hash = BlockManager._chain_hash

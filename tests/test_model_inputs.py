@@ -63,7 +63,7 @@ def test_the_articles_first_decode_is_laid_out_as_the_article_shows() -> None:
 # -- by example ------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_spans_pages_has_one_run_of_slots_for_each() -> None:
+def test_a_prompt_that_spans_blocks_has_one_run_of_slots_for_each() -> None:
     seq = sequence(0, 10, [5, 0, 2], 0)
     inputs = prepare_prefill(batch_of((seq, 10)), block_size=4)
     assert inputs.slot_ranges == [(20, 23), (0, 3), (8, 9)]

@@ -75,7 +75,7 @@ def test_an_observer_hears_each_moment_in_its_order(folder: Path) -> None:
     assert heard_by(narrator) == A_RUN.split()
 
 
-def test_an_observer_hears_chunks_shared_pages_preemptions_refusals_and_aborts(
+def test_an_observer_hears_chunks_shared_blocks_preemptions_refusals_and_aborts(
     folder: Path,
 ) -> None:
     narrator = Narrator()

@@ -101,7 +101,7 @@ class TestEveryShape:
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_pages_of_any_size_give_the_right_tokens(
+def test_blocks_of_any_size_give_the_right_tokens(
     block_size: int, enable_prefix_caching: bool, oracle: Oracle, prompts: list[list[int]]
 ) -> None:
     llm = make_llm(
@@ -116,7 +116,7 @@ def test_pages_of_any_size_give_the_right_tokens(
 
 
 @pytest.mark.parametrize("length", [250, 255, 256, 257])
-def test_a_completion_may_cross_the_edge_of_a_page_of_256(length: int, oracle: Oracle) -> None:
+def test_a_completion_may_cross_the_edge_of_a_block_of_256(length: int, oracle: Oracle) -> None:
     watcher = Watcher()
     llm = make_llm(oracle.folder, watcher, kvcache_block_size=256, num_kvcache_blocks=4)
     prompts = oracle.prompts([length, 3], 10, seed=length)

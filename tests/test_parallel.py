@@ -222,7 +222,7 @@ def test_a_world_of_one_has_no_group_and_its_collectives_do_nothing() -> None:
     assert ALONE.broadcast("word") == "word"
 
 
-def test_ranks_on_one_machine_share_the_room_for_pages(plain: Oracle) -> None:
+def test_ranks_on_one_machine_share_the_room_for_blocks(plain: Oracle) -> None:
     config = Config.create(plain.folder, {"kvcache_block_size": 16, "dtype": "float32"})
     model = replace(ModelConfig.from_folder(plain.folder), num_key_value_heads=4)
     alone = estimate_budget(config, model, Ranks(ALONE))

@@ -265,7 +265,7 @@ def test_equal_prompts_of_which_one_is_freed_leave_the_others_entry(oracle: Orac
     assert watcher.num_cached_tokens[3] == [8]
 
 
-def test_an_aborted_prompt_leaves_no_page_that_was_not_computed(oracle: Oracle) -> None:
+def test_an_aborted_prompt_leaves_no_block_that_was_not_computed(oracle: Oracle) -> None:
     watcher = Watcher()
     llm = make_llm(oracle.folder, watcher, max_num_batched_tokens=5)
     [prompt] = oracle.prompts([19], 5, seed=8)

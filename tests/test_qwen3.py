@@ -112,7 +112,7 @@ def test_a_prompt_cut_into_chunks_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_a_decode_of_different_context_lengths_reads_nothing_but_its_own_pages(
+def test_a_decode_of_different_context_lengths_reads_nothing_but_its_own_blocks(
     block_size: int, model: Qwen3ForCausalLM, reference: ReferenceQwen3
 ) -> None:
     driver = PagedDriver(model, block_size)
@@ -137,7 +137,7 @@ def test_a_prefill_may_mix_new_prompts_chunks_and_single_tokens(
     assert_same(logits, torch.cat((expected[0][11:], expected[1][10:], expected[2])))
 
 
-def test_two_texts_may_read_the_same_prefix_pages(
+def test_two_texts_may_read_the_same_prefix_blocks(
     model: Qwen3ForCausalLM, reference: ReferenceQwen3
 ) -> None:
     driver = PagedDriver(model, block_size=4)

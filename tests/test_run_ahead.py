@@ -42,7 +42,7 @@ def test_a_step_that_is_predicted_comes_true_if_nobody_comes_or_goes(workload: W
     assert runner_of(run.engine).num_discarded == 0
 
 
-def test_a_steady_decode_is_predicted_in_every_step_over_page_borders_too() -> None:
+def test_a_steady_decode_is_predicted_in_every_step_over_block_borders_too() -> None:
     engine = engine_with([1, 2], [1], kvcache_block_size=4, enable_prefix_caching=False)
     while not engine.is_finished():
         engine.step()
@@ -52,7 +52,7 @@ def test_a_steady_decode_is_predicted_in_every_step_over_page_borders_too() -> N
 
 @pytest.mark.parametrize("kvcache_block_size", [64, 3, 1])
 @pytest.mark.parametrize("is_caching", [True, False], ids=["caching", "not caching"])
-def test_a_step_that_somebody_ends_in_is_predicted_and_so_is_who_takes_the_pages(
+def test_a_step_that_somebody_ends_in_is_predicted_and_so_is_who_takes_the_blocks(
     kvcache_block_size: int, is_caching: bool
 ) -> None:
     engine = make_engine(
@@ -122,7 +122,7 @@ def visit_between_two_steps(engine: LLMEngine) -> None:
         engine.step()
 
 
-def test_a_page_that_a_visitor_has_overwritten_is_computed_again(
+def test_a_block_that_a_visitor_has_overwritten_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8))
@@ -138,7 +138,7 @@ def test_a_page_that_a_visitor_has_overwritten_is_computed_again(
         visit_between_two_steps(make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8)))
 
 
-def test_a_page_that_is_still_published_is_not_written_to_on_a_guess() -> None:
+def test_a_block_that_is_still_published_is_not_written_to_on_a_guess() -> None:
     engine = engine_with([1, 2, 1, 2, 1], max_tokens=1, kvcache_block_size=4, num_kvcache_blocks=2)
     engine.step()  # its full page is published and free
     engine.add_request([2], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))

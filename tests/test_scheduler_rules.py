@@ -28,7 +28,7 @@ def test_no_more_than_max_num_seqs_run_at_once() -> None:
     assert witness.batches[-1] == ("prefill", [2], [3])
 
 
-def test_the_head_waits_for_pages_and_says_how_many() -> None:
+def test_the_head_waits_for_blocks_and_says_how_many() -> None:
     witness = Witness()
     engine = engine_with(
         witness, 9, 5, 1, kvcache_block_size=4, num_kvcache_blocks=4, max_model_len=12
@@ -38,7 +38,7 @@ def test_the_head_waits_for_pages_and_says_how_many() -> None:
     assert witness.batches == [("prefill", [0], [9])]  # 1 token would fit, but does not overtake
 
 
-def test_pages_shared_with_a_running_sequence_are_not_counted_as_needed() -> None:
+def test_blocks_shared_with_a_running_sequence_are_not_counted_as_needed() -> None:
     witness = Witness()
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 5]
     engine = engine_with(
@@ -135,7 +135,7 @@ def test_victims_leave_from_the_tail_and_come_back_in_their_order() -> None:
     assert witness.admitted[3:] == sorted(witness.admitted[3:])
 
 
-def test_a_new_page_is_taken_when_a_sequence_is_one_token_past_the_last() -> None:
+def test_a_new_block_is_taken_when_a_sequence_is_one_token_past_the_last() -> None:
     """The token is appended in postprocess, so the next schedule() sees len % block_size == 1."""
     engine = engine_with(Witness(), 3, kvcache_block_size=4)
     seq = engine.requests[0]
@@ -150,7 +150,7 @@ def test_a_new_page_is_taken_when_a_sequence_is_one_token_past_the_last() -> Non
     assert lengths_and_pages == [(3, 1), (4, 1), (5, 2), (6, 2), (7, 2), (8, 2), (9, 3)]
 
 
-def test_an_aborted_request_leaves_its_queue_and_its_pages_at_once() -> None:
+def test_an_aborted_request_leaves_its_queue_and_its_blocks_at_once() -> None:
     witness = Witness()
     engine = engine_with(witness, 5, 5, max_num_seqs=1, kvcache_block_size=2)
     engine.step()

@@ -149,7 +149,7 @@ def test_a_stop_string_comes_before_a_stop_token_and_that_before_the_limits() ->
         assert output["reason"] == names[first]
 
 
-def test_a_stopped_request_gives_its_pages_back_in_the_same_step() -> None:
+def test_a_stopped_request_gives_its_blocks_back_in_the_same_step() -> None:
     workload = Workload(
         Settings(num_kvcache_blocks=8), [Request(PROMPT, max_tokens=12, stop=("d", "e", "f"))]
     )

@@ -168,7 +168,7 @@ def recorded(run: tuple[Settings, list[Ask]]) -> list[Record]:
         return list(read_trace(write_trace(Path(folder) / "trace.jsonl", run)))
 
 
-def test_more_pages_spare_the_preemptions() -> None:
+def test_more_blocks_spare_the_preemptions() -> None:
     records = recorded(crowded_run())
     assert events_of(records, ev.Preempt)
     assert not events_of(simulated(records, {"num_kvcache_blocks": "100"}), ev.Preempt)

@@ -11,6 +11,7 @@ its own that holds the traces of docs/traces by their names.
     # exit code 1      behind a command: how it ends, if not with 0
     (no output)        it must end with 0 or 1 ("found something"); what it prints is not shown
     make, pip, cd ...  belong to the reader's shell: not run (for `make` the target must exist)
+    .venv/bin/pytest   is run in the project
 
 A block (`py`, `toml`) whose first line says `# FILE, where` is a change of the project: its lines
 are put there. Then the page is run in a copy of the project that has all of its changes, and there
@@ -105,10 +106,10 @@ class Command:
 
 
 def pages(language: str | None = None) -> list[Path]:
-    """The pages of a language, or those of all and the README."""
+    """The pages of a language, or those of all, the README and CONTRIBUTING."""
     if language is not None:
         return sorted((DOCS / language).rglob("*.md"))
-    return [ROOT / "README.md", *pages("en"), *pages("zh")]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages("en"), *pages("zh")]
 
 
 def language_of(page: Path) -> str:
@@ -321,8 +322,11 @@ class Workplace:
         return code, screen.buffer.getvalue().decode()
 
     def _process(self, words: list[str], text: str = "") -> tuple[int, str]:
+        folder = self.folder
         if words[0] == "python":
             words = [sys.executable, *words[1:]]
+        elif words[0] == ".venv/bin/pytest":
+            folder, words = ROOT, [sys.executable, "-m", "pytest", *words[1:]]
         done = subprocess.run(
             words,
             input=text,
@@ -330,7 +334,7 @@ class Workplace:
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             env=self.environment,
-            cwd=self.folder,
+            cwd=folder,
             check=False,
             timeout=60,
         )

@@ -285,7 +285,7 @@ def _runs(state: State, seq_id: int, start: int, stop: int) -> Iterator[SlotRun]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPoint:
     """Where a moment is."""
 
     step: int
@@ -294,7 +294,7 @@ class Place:
 
 def matches(
     found: Iterable[Moment], condition: Condition, point: Point | None = None
-) -> Iterator[Place]:
+) -> Iterator[StepPoint]:
     """The places among `found` where a condition holds.
 
     A condition on the state is asked at each moment. One that names events is asked of each event
@@ -308,4 +308,4 @@ def matches(
     for moment in found:
         is_asked = condition.is_about_events or point in {None, moment.point}
         if is_asked and condition.holds(moment.state, moment.news):
-            yield Place(moment.step, point or moment.point)
+            yield StepPoint(moment.step, point or moment.point)

@@ -171,7 +171,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TraceDiff:
     """What two traces differ in.
 
     Attributes:
@@ -215,7 +215,7 @@ class Difference:
         return _median(latency.e2e_ratio for latency in self.latencies)
 
 
-def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
+def diff(a: Iterable[Record], b: Iterable[Record]) -> TraceDiff:
     """Compare two traces.
 
     Args:
@@ -255,7 +255,7 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     both = sorted(left.state.sequences.keys() & right.state.sequences.keys())
     num_untimed = left.num_untimed + right.num_untimed
     tokens = [found for seq_id in both if (found := _tokens(seq_id, left.state, right.state))]
-    return Difference(
+    return TraceDiff(
         settings=_settings(left.settings, right.settings),
         inputs=_inputs(both, left.asked, right.asked),
         reason=reason,

@@ -19,7 +19,7 @@ _KEPT_BITS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """A distribution in a few numbers, all in the unit of its values.
 
     Attributes:
@@ -61,7 +61,7 @@ class Distribution:
             for other, times in exact.items():
                 self._counts[_rounded(other)] += times
 
-    def spread(self) -> Spread | None:
+    def spread(self) -> Percentiles | None:
         """What there is so far; None if there is nothing."""
         if not self._count:
             return None
@@ -71,7 +71,7 @@ class Distribution:
             for percent in (50, 90, 95, 99)
         )
         mean = self._sum / self._count
-        return Spread(self._count, mean, self._min, p50, p90, p95, p99, self._max)
+        return Percentiles(self._count, mean, self._min, p50, p90, p95, p99, self._max)
 
     def usual_limit(self) -> float | None:
         """The most that is usual: a value beyond it stands out from these; None if there are none.

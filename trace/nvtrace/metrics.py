@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nvtrace import events as ev
-    from nvtrace.distribution import Spread
+    from nvtrace.distribution import Percentiles
 
 _NS_PER_S = 1e9
 
@@ -218,15 +218,15 @@ class RunMetrics:
     max_blocks_used: int | None
     num_graph_rows: int
     num_graph_padding: int
-    time_to_first_token_ns: Spread | None
-    inter_token_latency_ns: Spread | None
-    time_per_output_token_ns: Spread | None
-    request_queue_time_ns: Spread | None
-    request_prefill_time_ns: Spread | None
-    request_decode_time_ns: Spread | None
-    request_inference_time_ns: Spread | None
-    request_preempted_time_ns: Spread | None
-    e2e_request_latency_ns: Spread | None
+    time_to_first_token_ns: Percentiles | None
+    inter_token_latency_ns: Percentiles | None
+    time_per_output_token_ns: Percentiles | None
+    request_queue_time_ns: Percentiles | None
+    request_prefill_time_ns: Percentiles | None
+    request_decode_time_ns: Percentiles | None
+    request_inference_time_ns: Percentiles | None
+    request_preempted_time_ns: Percentiles | None
+    e2e_request_latency_ns: Percentiles | None
 
     @property
     def step_time_ns(self) -> int:

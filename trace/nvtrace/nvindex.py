@@ -1,6 +1,6 @@
 """The index beside a large trace: a file of snapshots, and where in the trace each belongs.
 
-    digest of all that follows | snapshots, packed | Index in JSON | where the Index begins
+    digest of all that follows | snapshots, packed | SnapshotIndex in JSON | where that begins
 
 Whatever is not right, as its digest tells, is no index: it is made anew. Only a plain file is one.
 Knows this file. Does not know what a snapshot holds, or how a trace is read (`snapshots.py`).
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_VERSION = 2
+_VERSION = 3
 _DIGEST = "blake2b"
 _DIGEST_BYTES = hashlib.new(_DIGEST).digest_size
 _PLACE_BYTES = 8
@@ -33,7 +33,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
+class SnapshotEntry:
     """Where a fold can begin. The first one is the trace's start.
 
     Attributes:
@@ -48,13 +48,13 @@ class Entrance:
     num_bytes: _Number = 0
 
 
-class Index(msgspec.Struct, frozen=True):
+class SnapshotIndex(msgspec.Struct, frozen=True):
     """What an index says of itself, and of the trace that it is good for."""
 
     size: int
     mtime_ns: int
     last_step: _Number
-    entrances: Annotated[list[Entrance], Meta(min_length=1)]
+    entries: Annotated[list[SnapshotEntry], Meta(min_length=1)]
     version: int = _VERSION
 
     def fits(self, trace: Path) -> bool:
@@ -64,26 +64,26 @@ class Index(msgspec.Struct, frozen=True):
         return (self.version, self.size, self.mtime_ns) == key
 
 
-def pack(snapshot: bytes, file: BinaryIO, step: int, offset: int) -> Entrance:
+def pack(snapshot: bytes, file: BinaryIO, step: int, offset: int) -> SnapshotEntry:
     """Put a snapshot into an index that is being written."""
     packed = zlib.compress(snapshot, level=1)
     place = file.tell()
     file.write(packed)
-    return Entrance(step, offset, place, len(packed))
+    return SnapshotEntry(step, offset, place, len(packed))
 
 
-def unpack(path: Path, entrance: Entrance, most_bytes: int) -> bytes:
+def unpack(path: Path, entry: SnapshotEntry, most_bytes: int) -> bytes:
     """A snapshot of an index.
 
     Raises:
         OSError, zlib.error: the file is not the one any more that was read.
     """
     with _open_plain(path) as file:
-        file.seek(entrance.place)
-        return zlib.decompressobj().decompress(file.read(entrance.num_bytes), most_bytes)
+        file.seek(entry.place)
+        return zlib.decompressobj().decompress(file.read(entry.num_bytes), most_bytes)
 
 
-def read_index(path: Path) -> Index | None:
+def read_index(path: Path) -> SnapshotIndex | None:
     """The index; None if there is none that is right."""
     try:
         with _open_plain(path) as file:
@@ -94,12 +94,12 @@ def read_index(path: Path) -> Index | None:
             if not _DIGEST_BYTES <= place <= end:
                 return None
             file.seek(place)
-            return msgspec.json.decode(file.read(end - place), type=Index)
+            return msgspec.json.decode(file.read(end - place), type=SnapshotIndex)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def write_index(path: Path, fill: Callable[[BinaryIO], Index]) -> Index | None:
+def write_index(path: Path, fill: Callable[[BinaryIO], SnapshotIndex]) -> SnapshotIndex | None:
     """Write an index, in the place of what lies there if that is a plain file.
 
     Args:

@@ -247,7 +247,7 @@ def phase_of(schedule: ev.Schedule) -> Phase:
     return _PHASES[type(schedule)]
 
 
-def inconsistency(record: Record, error: Exception) -> str:
+def inconsistency(record: Record | ev.Event, error: Exception) -> str:
     """What is wrong with a record that cannot follow from those before it."""
     what = f"event {record.event_id} ({ev.tag_of(record)})" if isinstance(record, ev.Event) else ""
     return f"{what} does not follow from the events before it: {type(error).__name__} {error}"

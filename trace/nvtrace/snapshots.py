@@ -26,9 +26,9 @@ import msgspec
 from typing_extensions import override
 
 from nvtrace import events as ev
-from nvtrace.at import Place, matches, moments
+from nvtrace.at import StepPoint, matches, moments
 from nvtrace.envelope import decode
-from nvtrace.nvindex import Entrance, Index, pack, read_index, unpack, write_index
+from nvtrace.nvindex import SnapshotEntry, SnapshotIndex, pack, read_index, unpack, write_index
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import SequenceState, State
 from nvtrace.unpack import is_packed
@@ -95,7 +95,7 @@ def load_state(data: bytes) -> State:
     return state
 
 
-class Film:
+class SeekableTrace:
     """A trace that can be entered at any step.
 
     Args:
@@ -128,13 +128,13 @@ class Film:
         self._warn = warn
         self._watch = watch
         self._spacing_bytes = SPACING_BYTES if spacing_bytes is None else spacing_bytes
-        self._entrances = [Entrance(0, 0)]
+        self._entries = [SnapshotEntry(0, 0)]
         self._last_step: int | None = None  # not known before the trace was read
         self.has_made_index = False
         is_large = path.is_file() and path.stat().st_size > self._spacing_bytes
         if is_large and not is_packed(path):
             index = self._index()
-            self._entrances, self._last_step = index.entrances, index.last_step
+            self._entries, self._last_step = index.entries, index.last_step
 
     def at(self, step: int | None, point: Point) -> Moment:
         """The state at a moment of a step.
@@ -149,11 +149,11 @@ class Film:
         """
         if step is None:
             step = self._last_step or self._find_last_step()
-        wanted = Place(step, point)
+        wanted = StepPoint(step, point)
         last_step = 0
         for moment in self._moments(self.segment_of(step), inputs_of=step):
             last_step = moment.step
-            if Place(moment.step, moment.point) == wanted:
+            if StepPoint(moment.step, moment.point) == wanted:
                 return moment
             if last_step > step:
                 break
@@ -173,7 +173,7 @@ class Film:
         point: Point | None = None,
         is_backwards: bool = False,
         watch: Callable[[int], None] | None = None,
-    ) -> Place | None:
+    ) -> StepPoint | None:
         """The first place from `step` on where a condition holds; None if there is none.
 
         Args:
@@ -212,13 +212,13 @@ class Film:
     @property
     def num_segments(self) -> int:
         """Pieces that the trace is read in, a few megabytes each."""
-        return len(self._entrances)
+        return len(self._entries)
 
     def segment_of(self, step: int | None) -> int:
         """The number of the segment that a step is in; None stands for the trace's end."""
         if step is None:
-            return len(self._entrances) - 1
-        return max(bisect_left(self._entrances, step, key=lambda entrance: entrance.step) - 1, 0)
+            return len(self._entries) - 1
+        return max(bisect_left(self._entries, step, key=lambda entry: entry.step) - 1, 0)
 
     def segment(self, number: int) -> tuple[State, Iterator[Record]]:
         """What a segment begins with, and its records.
@@ -226,27 +226,27 @@ class Film:
         Raises:
             UnreadableTraceError: the index was changed. The records raise what `read_trace` does.
         """
-        if len(self._entrances) == 1:
+        if len(self._entries) == 1:
             warn, self._warn = self._warn, None  # once is enough
             return State(), read_trace(self.path, warn=warn, name=self._full_name)
-        entrance = self._entrances[number]
-        is_last = number + 1 == len(self._entrances)
-        stop = None if is_last else self._entrances[number + 1].offset
-        state = self._read_state(entrance) if number else State()
-        return state, _records_between(self.path, entrance.offset, stop)
+        entry = self._entries[number]
+        is_last = number + 1 == len(self._entries)
+        stop = None if is_last else self._entries[number + 1].offset
+        state = self._read_state(entry) if number else State()
+        return state, _records_between(self.path, entry.offset, stop)
 
     def _moments(
         self, number: int, *, inputs_of: int | None = None, is_whole: bool = True
     ) -> Iterator[Moment]:
         """The moments of a segment, or from there to the trace's end."""
         state, records = self.segment(number)
-        if is_whole and number + 1 < len(self._entrances):
-            records = _records_between(self.path, self._entrances[number].offset, None)
+        if is_whole and number + 1 < len(self._entries):
+            records = _records_between(self.path, self._entries[number].offset, None)
         yield from moments(records, state, inputs_of=inputs_of)
 
     def _find_last_step(self) -> int:
         last_step = 0
-        for moment in self._moments(len(self._entrances) - 1):
+        for moment in self._moments(len(self._entries) - 1):
             last_step = moment.step
         self._last_step = last_step
         if not last_step:
@@ -261,39 +261,41 @@ class Film:
 
     # -- the index -------------------------------------------------------------------------------
 
-    def _read_state(self, entrance: Entrance) -> State:
+    def _read_state(self, entry: SnapshotEntry) -> State:
         try:
-            return load_state(unpack(self.index_path, entrance, self.path.stat().st_size))
+            return load_state(unpack(self.index_path, entry, self.path.stat().st_size))
         except (OSError, zlib.error, msgspec.MsgspecError) as error:
             raise UnreadableTraceError(
                 f"{self.index_path} was changed while it was read ({error}): start again"
             ) from error
 
-    def _index(self) -> Index:
+    def _index(self) -> SnapshotIndex:
         """The index beside the trace, or one that is made now."""
         index = read_index(self.index_path)
         if index is not None and index.fits(self.path):
             return index
-        index = write_index(self.index_path, self._film)
+        index = write_index(self.index_path, self._write_snapshots)
         self.has_made_index = index is not None
-        return index or Index(0, 0, 0, [Entrance(0, 0)])  # every look reads from the start
+        return index or SnapshotIndex(
+            0, 0, 0, [SnapshotEntry(0, 0)]
+        )  # every look reads from the start
 
-    def _film(self, index: BinaryIO) -> Index:
+    def _write_snapshots(self, index: BinaryIO) -> SnapshotIndex:
         """Fold the whole trace once, and put its snapshots into the index."""
         status = self.path.stat()
-        entrances, last_step, next_offset = [Entrance(0, 0)], 0, self._spacing_bytes
+        entries, last_step, next_offset = [SnapshotEntry(0, 0)], 0, self._spacing_bytes
         with _LineByLine(FileIO(self.path)) as file:
             reading = _Reading(file, self._watch, self._full_name)
             for moment in moments(reading.records(self._warn)):
                 last_step = moment.step
-                is_entrance = moment.point == "end" and reading.is_between_steps
-                if not is_entrance or reading.offset < next_offset:
+                is_entry = moment.point == "end" and reading.is_between_steps
+                if not is_entry or reading.offset < next_offset:
                     continue
                 snapshot = save_state(moment.state)
-                entrances.append(pack(snapshot, index, moment.step, reading.offset))
+                entries.append(pack(snapshot, index, moment.step, reading.offset))
                 apart = max(self._spacing_bytes, _SNAPSHOTS_APART * len(snapshot))
                 next_offset = reading.offset + apart
-        return Index(status.st_size, status.st_mtime_ns, last_step, entrances)
+        return SnapshotIndex(status.st_size, status.st_mtime_ns, last_step, entries)
 
 
 class _LineByLine(BufferedReader):

@@ -6,7 +6,7 @@ Knows least squares, how wrong the line is, and how far it may be trusted. Does 
 schedules. What it answers is an estimate: whoever shows it calls it simulated.
 
 The error is that of steps which the line has not seen: every fifth step is left out in turn and
-predicted from the rest. Beyond the shapes that were recorded, by more than 10 %, nothing is said.
+predicted from the rest. For shapes more than 10 % outside the recorded ones nothing is predicted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
+class OutOfRange:
     """Why a shape has no time: it is unlike all that were recorded.
 
     Attributes:
@@ -104,15 +104,15 @@ class StepTimes:
         self.between_ns = between_ns
         self.fits = {phase: _fit(its_steps) for phase, its_steps in by_phase.items()}
 
-    def predict(self, shape: StepShape) -> int | Beyond:
+    def predict(self, shape: StepShape) -> int | OutOfRange:
         """The time of a step in nanoseconds, or why it is not told."""
         fit = self.fits.get(shape.phase)
         if fit is None:
-            return Beyond(shape.phase)
+            return OutOfRange(shape.phase)
         for quantity, (low, high) in zip(QUANTITIES, fit.ranges, strict=True):
             value = getattr(shape, quantity)
             if not low * (1 - MARGIN) <= value <= high * (1 + MARGIN):
-                return Beyond(shape.phase, quantity, value, low, high)
+                return OutOfRange(shape.phase, quantity, value, low, high)
         return max(round(_dot(fit.coefficients, _row(shape))), fit.fastest_ns)
 
 

@@ -4,7 +4,7 @@
     trace                      Trace, load
       records, cells           a trace in memory, column by column
       steps, requests, blocks  the frames that are more than one event's table
-    latency, batches, pages    questions: functions from DataFrames to a DataFrame
+    latency, batches, kv_cache   questions: functions from DataFrames to a DataFrame
     plots                      pictures: each takes a DataFrame and a matplotlib Axes
 
 pandas is imported here and nowhere else in the house, matplotlib in `plots` alone. Names are loaded
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         static_waste,
         step_time_by_class,
     )
+    from nvtrace.analysis.kv_cache import kv_use, memory_budget, prefix_hits
     from nvtrace.analysis.latency import (
         latency_breakdown,
         preemption_cost,
         request_spans,
         waiting_by_reason,
     )
-    from nvtrace.analysis.pages import kv_use, memory_budget, prefix_hits
     from nvtrace.analysis.trace import Trace, load
 
 _HOMES = {
@@ -43,9 +43,9 @@ _HOMES = {
     "preemption_cost": "latency",
     "request_spans": "latency",
     "waiting_by_reason": "latency",
-    "kv_use": "pages",
-    "memory_budget": "pages",
-    "prefix_hits": "pages",
+    "kv_use": "kv_cache",
+    "memory_budget": "kv_cache",
+    "prefix_hits": "kv_cache",
     "Trace": "trace",
     "load": "trace",
 }

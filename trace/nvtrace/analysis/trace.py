@@ -24,7 +24,7 @@ from nvtrace.analysis.requests import requests_frame, tokens_frame
 from nvtrace.analysis.steps import steps_frame
 from nvtrace.led import about_rank
 from nvtrace.reader import blocks_of_rank, rank_path, read_blocks, read_trace
-from nvtrace.snapshots import Film
+from nvtrace.snapshots import SeekableTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -134,7 +134,7 @@ class Trace:
             NoSuchStepError: saying which steps there are.
             InconsistentTraceError: an event cannot follow from those before it.
         """
-        return Film(self.path).at(step, point).state
+        return SeekableTrace(self.path).at(step, point).state
 
 
 def load(path: str | Path, *, rank: int | None = None) -> Trace:

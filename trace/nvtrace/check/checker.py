@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.check import fields, pages, queues, ranks, startup, steps, stream
-from nvtrace.check.finding import Clash, Fact, Finding, Rule
+from nvtrace.check import blocks, fields, queues, ranks, startup, steps, stream
+from nvtrace.check.finding import Conflict, Fact, Finding, Rule
 from nvtrace.check.ledger import Ledger
 from nvtrace.envelope import Footer, Header, Record, Unknown
 from nvtrace.replay import InconsistentTraceError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
 _OF_VALUES = (*fields.RULES, *stream.RULES)  # can be asked even where nobody knows who is meant
-_OF_STATE = (*startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES, *ranks.RULES)
+_OF_STATE = (*startup.RULES, *queues.RULES, *blocks.RULES, *steps.RULES, *ranks.RULES)
 _RULES = (*_OF_VALUES, *_OF_STATE)
 INVARIANTS = ("names", "follows", "exit", *dict.fromkeys(rule.invariant for rule in _RULES))
 """The names of all invariants. What each means and teaches is in the word catalogs."""
@@ -61,17 +61,17 @@ class Checker:
         found: list[Finding] = []
         match record:
             case Header():
-                self._ledger.header, clashes = fields.sound(record)
-                clashes += fields.in_range(self._ledger, record)
-                found += (_finding("ranges", record, clash) for clash in clashes)
-                clashes = [*startup.header(self._ledger.header)]
-                found += (_finding("settings", record, clash) for clash in clashes)
+                self._ledger.header, conflicts = fields.sound(record)
+                conflicts += fields.in_range(self._ledger, record)
+                found += (_finding("ranges", record, conflict) for conflict in conflicts)
+                conflicts = [*startup.header(self._ledger.header)]
+                found += (_finding("settings", record, conflict) for conflict in conflicts)
             case Unknown(fields={"event_id": int(event_id)}):  # of a newer version: it has a number
                 self._ledger.last_id = event_id
             case Footer():
                 for invariant, judge in stream.OF_FOOTER:
-                    clashes = [*judge(self._ledger, record)]
-                    found += (_finding(invariant, record, clash) for clash in clashes)
+                    conflicts = [*judge(self._ledger, record)]
+                    found += (_finding(invariant, record, conflict) for conflict in conflicts)
             case Unknown():
                 pass
             case _:
@@ -99,7 +99,7 @@ class Checker:
         if self._is_lost or (unknown and isinstance(event, _DECIDED_BY_CODES)):
             asked = _ALWAYS
         strange = list(stream.names(ledger, event)) if ledger.is_whole else []
-        yield from (_finding("names", event, clash) for clash in strange)
+        yield from (_finding("names", event, conflict) for conflict in strange)
         yield from self._ask("before", event, unknown, is_strange=bool(strange), only=asked)
         try:
             ledger.take(event)
@@ -132,17 +132,19 @@ class Checker:
             if only is not None and rule.invariant not in only:
                 continue
             try:
-                for clash in rule.judge(self._ledger, event):
-                    if clash.told.name not in unknown and not self._has_unknown_code(clash):
-                        yield _finding(rule.invariant, event, clash)
+                for conflict in rule.judge(self._ledger, event):
+                    if conflict.recorded.name not in unknown and not self._has_unknown_code(
+                        conflict
+                    ):
+                        yield _finding(rule.invariant, event, conflict)
             except _NOT_UNDERSTOOD as error:
                 yield _finding("follows", event, _not_following(event, error))
 
-    def _has_unknown_code(self, clash: Clash) -> bool:
+    def _has_unknown_code(self, conflict: Conflict) -> bool:
         """Does one of the two facts hold a code that nobody knows here?"""
         return bool(self._unknown) and any(
             isinstance(value, str) and value in self._unknown
-            for fact in clash
+            for fact in conflict
             for value in (fact.value if isinstance(fact.value, list | tuple) else [fact.value])
         )
 
@@ -171,13 +173,15 @@ def check(records: Iterable[Record]) -> Iterator[Finding]:
         yield from checker.take(record)
 
 
-def _finding(invariant: str, event: ev.Event | Header | Footer, clash: Clash) -> Finding:
+def _finding(invariant: str, event: ev.Event | Header | Footer, conflict: Conflict) -> Finding:
     if isinstance(event, Header):
-        return Finding(invariant, None, 0, "TRACE_HEADER", *clash)
+        return Finding(invariant, None, 0, "TRACE_HEADER", *conflict)
     if isinstance(event, Footer):
-        return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *clash)
-    return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *clash)
+        return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *conflict)
+    return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *conflict)
 
 
-def _not_following(event: ev.Event, error: BaseException) -> Clash:
-    return Clash(Fact("event", ev.tag_of(event)), Fact("fold", f"{type(error).__name__}: {error}"))
+def _not_following(event: ev.Event, error: BaseException) -> Conflict:
+    return Conflict(
+        Fact("event", ev.tag_of(event)), Fact("fold", f"{type(error).__name__}: {error}")
+    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule
+from nvtrace.check.finding import Conflict, Fact, Rule
 from nvtrace.envelope import Footer, Header
 
 if TYPE_CHECKING:
@@ -221,29 +221,29 @@ _KINDS: tuple[type[msgspec.Struct], ...] = (*ev.EVENT_TYPES.values(), Header, Fo
 _JUDGES = {kind: _judges(kind) for kind in _KINDS}
 
 
-def in_range(_ledger: Ledger, record: ev.Event | Header | Footer) -> Iterator[Clash]:
+def in_range(_ledger: Ledger, record: ev.Event | Header | Footer) -> Iterator[Conflict]:
     """Each value of a record can be one."""
     for name, judge in _JUDGES[type(record)]:
-        known = judge(getattr(record, name))
-        if known is not None:
-            yield Clash(Fact(name, getattr(record, name)), known)
+        expected = judge(getattr(record, name))
+        if expected is not None:
+            yield Conflict(Fact(name, getattr(record, name)), expected)
 
 
-def sound(header: Header) -> tuple[Header, list[Clash]]:
+def sound(header: Header) -> tuple[Header, list[Conflict]]:
     """The header without the values that cannot be one, so that rules can count; and what they are.
 
     A name that is not known there is a newer version's.
     """
-    clashes: list[Clash] = []
+    conflicts: list[Conflict] = []
     kept: dict[str, Any] = {}
     for section in _SECTIONS:
         kept[section] = fields = dict(getattr(header, section))
         for name in [*fields]:
             judge = values_of(name, section)
-            known = judge(fields[name]) if callable(judge) else None
-            if known is not None:
-                clashes.append(Clash(Fact(name, fields.pop(name)), known))
-    return msgspec.structs.replace(header, **kept), clashes
+            expected = judge(fields[name]) if callable(judge) else None
+            if expected is not None:
+                conflicts.append(Conflict(Fact(name, fields.pop(name)), expected))
+    return msgspec.structs.replace(header, **kept), conflicts
 
 
 RULES = (Rule("ranges", "before", (), in_range),)

@@ -26,11 +26,11 @@ class Fact(NamedTuple):
     value: object
 
 
-class Clash(NamedTuple):
+class Conflict(NamedTuple):
     """Two facts that cannot both be true: what the event says, and what is known otherwise."""
 
-    told: Fact
-    known: Fact
+    recorded: Fact
+    expected: Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Finding:
     step: int | None
     event_id: int
     event: str
-    told: Fact
-    known: Fact
+    recorded: Fact
+    expected: Fact
 
 
-Judge = Callable[["Ledger", Any], Iterator[Clash]]
+Judge = Callable[["Ledger", Any], Iterator[Conflict]]
 
 
 class Rule(NamedTuple):
@@ -73,7 +73,7 @@ class Rule(NamedTuple):
     judge: Judge
 
 
-def differ(field: str, told: object, source: str, known: object) -> Iterator[Clash]:
+def differ(field: str, recorded: object, source: str, expected: object) -> Iterator[Conflict]:
     """Yield a clash unless both are equal."""
-    if told != known:
-        yield Clash(Fact(field, told), Fact(source, known))
+    if recorded != expected:
+        yield Conflict(Fact(field, recorded), Fact(source, expected))

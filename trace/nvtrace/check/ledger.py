@@ -73,7 +73,7 @@ class StepNotes:
 
 
 @dataclass(slots=True)
-class Tally:
+class CallCounts:
     """Counts, of an engine's life or since the last GENERATE_START (whose prompts come first).
 
     `last_prompt` is the number of the last request that is one of these prompts.
@@ -139,8 +139,8 @@ class Ledger:
         self.outputs_due: list[int] = []
         self.evicted: dict[int, str] = {}
         self.released = (-1, 0, 0)
-        self.total = Tally()
-        self.call: Tally | None = None
+        self.total = CallCounts()
+        self.call: CallCounts | None = None
         self._chains: dict[int, list[str]] = {}
 
     # -- what follows ----------------------------------------------------------------------------
@@ -279,16 +279,16 @@ class Ledger:
         else:
             shares = dict(zip(event.seq_ids, event.num_scheduled_tokens, strict=False))
         step, self.step.schedule = self.step, event
-        known = {s: self.state.sequences[s] for s in shares if s in self.state.sequences}
+        expected = {s: self.state.sequences[s] for s in shares if s in self.state.sequences}
         # At most what there is to compute: a number out of a broken trace may be of any size.
-        left = {s: len(seq.token_ids) - seq.num_computed_tokens for s, seq in known.items()}
-        step.num_scheduled = {s: max(min(shares[s], left[s]), 0) for s in known}
-        step.num_computed = {s: seq.num_computed_tokens for s, seq in known.items()}
-        step.sampled = [s for s in known if shares[s] == left[s]]
+        left = {s: len(seq.token_ids) - seq.num_computed_tokens for s, seq in expected.items()}
+        step.num_scheduled = {s: max(min(shares[s], left[s]), 0) for s in expected}
+        step.num_computed = {s: seq.num_computed_tokens for s, seq in expected.items()}
+        step.sampled = [s for s in expected if shares[s] == left[s]]
         for tally in self._tallies():
             tally.steps[step.phase] += 1
 
-    def _tallies(self) -> list[Tally]:
+    def _tallies(self) -> list[CallCounts]:
         return [self.total] if self.call is None else [self.total, self.call]
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
@@ -317,7 +317,7 @@ class Ledger:
     def _generate(self, event: ev.GenerateStart | ev.GenerateFinish) -> None:
         self.call = None
         if isinstance(event, ev.GenerateStart):
-            self.call = Tally(num_prompts=event.n_prompts)
+            self.call = CallCounts(num_prompts=event.n_prompts)
 
     def _state_transition(self, event: ev.StateTransition) -> None:
         if event.status == "FINISHED":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.finding import Conflict, Fact, Rule, differ
 from nvtrace.check.ledger import POLICIES
 
 if TYPE_CHECKING:
@@ -31,37 +31,39 @@ _LEGAL = {
 # -- coming ----------------------------------------------------------------------------------------
 
 
-def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
+def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Conflict]:
     num_tokens = len(event.prompt_token_ids)
     yield from differ("prompt_len", event.prompt_len, "num_prompt_token_ids", num_tokens)
     if event.seq_id < ledger.next_seq_id or (
         event.seq_id > ledger.next_seq_id and not ledger.is_reset
     ):
-        yield Clash(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
+        yield Conflict(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
     yield from in_vocabulary(ledger, "prompt_token_ids", event.prompt_token_ids)
     init = ledger.init
     if init is not None and ledger.ready is not None:
         if num_tokens >= init.max_model_len:
-            yield Clash(Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len))
+            yield Conflict(
+                Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len)
+            )
         need = ledger.blocks_for(min(num_tokens + event.max_tokens, init.max_model_len) - 1)
         if need > ledger.state.num_blocks:
-            yield Clash(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
+            yield Conflict(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
 
 
-def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Clash]:
+def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Conflict]:
     """The model has every one of these tokens."""
     most = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
     outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
     if outside:
-        yield Clash(Fact(field, outside[0]), Fact("vocab_size", most))
+        yield Conflict(Fact(field, outside[0]), Fact("vocab_size", most))
 
 
-def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
+def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Conflict]:
     init = ledger.init
     if init is None:
         return
     if event.need <= event.have:
-        yield Clash(Fact("need", event.need), Fact("have", event.have))
+        yield Conflict(Fact("need", event.need), Fact("have", event.have))
     if event.reason == "prompt_too_long":
         yield from differ("need", event.need, "prompt_and_one", event.prompt_len + 1)
         yield from differ("have", event.have, "max_model_len", init.max_model_len)
@@ -70,34 +72,36 @@ def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
     least = ledger.blocks_for(event.prompt_len)
     most = ledger.blocks_for(init.max_model_len - 1)
     if not least <= event.need <= most:
-        yield Clash(Fact("need", event.need), Fact("pages_from_to", [least, most]))
+        yield Conflict(Fact("need", event.need), Fact("pages_from_to", [least, most]))
     if event.prompt_len >= init.max_model_len:
-        yield Clash(Fact("prompt_len", event.prompt_len), Fact("max_model_len", init.max_model_len))
+        yield Conflict(
+            Fact("prompt_len", event.prompt_len), Fact("max_model_len", init.max_model_len)
+        )
 
 
 # -- queues ----------------------------------------------------------------------------------------
 
 
-def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Iterator[Clash]:
+def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Iterator[Conflict]:
     waiting, running = len(ledger.state.waiting), len(ledger.state.running)
     yield from differ("waiting_len", event.waiting_len, "waiting_queue", waiting)
     if not isinstance(event, ev.RequestEnqueue | ev.AdmissionStop):
         yield from differ("running_len", event.running_len, "running_queue", running)
 
 
-def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Clash]:
+def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Conflict]:
     """After any move: in the queue of its status, once, and in no other."""
     waiting = ledger.state.waiting.count(event.seq_id)
     running = ledger.state.running.count(event.seq_id)
     status = "WAITING" if isinstance(event, ev.RequestEnqueue) else event.status
-    known = [int(status == "WAITING"), int(status == "RUNNING")]
-    yield from differ("status", [waiting, running], "places_by_status", known)
+    expected = [int(status == "WAITING"), int(status == "RUNNING")]
+    yield from differ("status", [waiting, running], "places_by_status", expected)
 
 
-def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     move, seq = (event.previous, event.status), ledger.seq(event.seq_id)
     if move not in _LEGAL[event.reason]:
-        yield Clash(Fact("status", [*move]), Fact("legal_for_reason", _LEGAL[event.reason]))
+        yield Conflict(Fact("status", [*move]), Fact("legal_for_reason", _LEGAL[event.reason]))
     yield from differ("previous", event.previous, "status_before", seq.status)
     last, expected = ledger.last, None
     match last:
@@ -114,12 +118,12 @@ def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
     if expected is not None:
         yield from differ("seq_id", event.seq_id, "event_before", expected[0])
         if not expected[1] and last is not None:
-            yield Clash(Fact("reason", event.reason), Fact("event_before", ev.tag_of(last)))
+            yield Conflict(Fact("reason", event.reason), Fact("event_before", ev.tag_of(last)))
     if event.status != "RUNNING" and seq.block_table:
-        yield Clash(Fact("status", event.status), Fact("table", [*seq.block_table]))
+        yield Conflict(Fact("status", event.status), Fact("table", [*seq.block_table]))
 
 
-def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     num_tokens = seq.num_completion_tokens
     yield from differ(
@@ -130,15 +134,15 @@ def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clas
     yield from differ("token_id", event.token_id, "last_sampled", token_id)
 
 
-def _told_of_abort(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Clash]:
+def _told_of_abort(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
-    known = seq.num_completion_tokens
-    yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", known)
+    expected = seq.num_completion_tokens
+    yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", expected)
     if seq.status == "FINISHED":
-        yield Clash(Fact("seq_id", event.seq_id), Fact("status_before", seq.status))
+        yield Conflict(Fact("seq_id", event.seq_id), Fact("status_before", seq.status))
 
 
-def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
     if isinstance(ledger.last, ev.RequestAbort):
         yield from differ("seq_ids", event.seq_ids, "event_before", [ledger.last.seq_id])
 
@@ -146,25 +150,25 @@ def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
 # -- admission and preemption ----------------------------------------------------------------------
 
 
-def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     if event.reason == "admitted":
         yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
 
 
-def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     """There was a place, and budget for all of it, or it was the one that may be cut."""
     if event.reason != "admitted" or ledger.init is None:
         return
     seq, running = ledger.seq(event.seq_id), ledger.state.running
     if len(running) >= ledger.init.max_num_seqs:
         most = ledger.init.max_num_seqs
-        yield Clash(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
+        yield Conflict(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
     if ledger.init.policy not in POLICIES:
         return  # what it has given to whom, and whether it cuts, is its own business
     need = len(seq.token_ids) - seq.num_computed_tokens
     left, may_cut = _budget(ledger)
     if need > left and not may_cut:
-        yield Clash(Fact("tokens_needed", need), Fact("budget_left", left))
+        yield Conflict(Fact("tokens_needed", need), Fact("budget_left", left))
 
 
 def _budget(ledger: Ledger) -> tuple[int, bool]:
@@ -178,19 +182,19 @@ def _budget(ledger: Ledger) -> tuple[int, bool]:
     return left, left > 0 and (is_mixed or is_first)
 
 
-def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Clash]:
+def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Conflict]:
     """The head waits for the first of the limits that it meets, and that limit is met."""
     yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
     if ledger.step is not None and ledger.step.stop is not None:
-        yield Clash(
+        yield Conflict(
             Fact("event", ev.tag_of(event)), Fact("already_stopped", ledger.step.stop.seq_id)
         )
     is_of_every_policy = event.reason in {"max_num_seqs", "no_blocks"}
     if not is_of_every_policy and ledger.init is not None and ledger.init.policy not in POLICIES:
         return
-    known = _limit(ledger, ledger.state.waiting[0])
-    told = (event.reason, event.need, event.have)
-    yield from differ("reason_need_have", told, "limit_met", known)
+    expected = _limit(ledger, ledger.state.waiting[0])
+    recorded = (event.reason, event.need, event.have)
+    yield from differ("reason_need_have", recorded, "limit_met", expected)
 
 
 def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
@@ -217,7 +221,7 @@ def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
     return None
 
 
-def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     """Whoever still waits was told why: nobody can be admitted, unless it was just preempted."""
     step, init = ledger.step, ledger.init
     if step is None or init is None:
@@ -225,10 +229,10 @@ def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
     comes_back = init.policy == "mixed"  # the preempted are asked again in the same step
     waiting = [s for s in ledger.state.waiting if comes_back or s not in step.preempted]
     if waiting and step.stop is None:
-        yield Clash(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
+        yield Conflict(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
 
 
-def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Clash]:
+def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Conflict]:
     yield from differ("seq_id", event.seq_id, "running_tail", ledger.state.running[-1])
     seq_id, num_computed, num_freed = ledger.released
     yield from differ("seq_id", event.seq_id, "event_before", seq_id)
@@ -241,16 +245,16 @@ def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Clash]:
         for other in ledger.state.running[:-1]
         if not ledger.is_prefilling(other) and ledger.needs_page(other)
     )
-    known = next(in_need, ledger.state.running[-1])
-    yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", known)
+    expected = next(in_need, ledger.state.running[-1])
+    yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", expected)
 
 
-def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
     """Nobody gives up pages while there are free ones (an end, or an abort, is no preemption)."""
     is_preemption = ledger.step is not None and ledger.step.schedule is None
     num_free = len(ledger.state.free_blocks)
     if is_preemption and event.step is not None and num_free:
-        yield Clash(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
+        yield Conflict(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -272,30 +276,30 @@ def _reason_to_end(ledger: Ledger, seq_id: int) -> str | None:
     return None
 
 
-def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     if event.status != "FINISHED" or event.reason == "aborted":
         return
     if event.reason == "stop_string":
         if not ledger.requests[event.seq_id].stop:
-            yield Clash(Fact("reason", event.reason), Fact("asked_stop", None))
+            yield Conflict(Fact("reason", event.reason), Fact("asked_stop", None))
         return
     yield from differ("reason", event.reason, "reason_to_end", _reason_to_end(ledger, event.seq_id))
 
 
-def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
+def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
     """Nobody goes on past its end; and the ended are told in the order of the batch."""
     step = ledger.step
     if step is None:
         return
     for seq_id in step.sampled:
         if seq_id not in step.finished and (reason := _reason_to_end(ledger, seq_id)):
-            yield Clash(Fact("running", seq_id), Fact("reason_to_end", reason))
+            yield Conflict(Fact("running", seq_id), Fact("reason_to_end", reason))
     yield from differ("finished", event.finished, "ended_in_step", step.finished)
     in_order = [seq_id for seq_id in step.sampled if seq_id in step.finished]
     yield from differ("finished", step.finished, "order_of_batch", in_order)
 
 
-def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Clash]:
+def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     due = ledger.outputs_due[0] if ledger.outputs_due else None
     yield from differ("seq_id", event.seq_id, "output_due", due)
@@ -311,23 +315,23 @@ def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Clash]:
     )
 
 
-def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Clash]:
+def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Conflict]:
     """A reset ends everybody, each with the tokens that it had (the newest may not be appended)."""
     living = sorted({*ledger.state.waiting, *ledger.state.running, *ledger.outputs_due})
     # A request may be ended whose arrival was cut off; and one whose output was said just before.
     missing = [seq_id for seq_id in living if seq_id not in event.seq_ids]
     if missing:
-        yield Clash(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
+        yield Conflict(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
     unknown = [s for s in event.seq_ids if s not in ledger.requests and s < ledger.next_seq_id]
     yield from differ("seq_ids", event.seq_ids, "ascending", sorted({*event.seq_ids, *unknown}))
     if unknown:
-        yield Clash(Fact("seq_ids", unknown), Fact("unfinished", living))
+        yield Conflict(Fact("seq_ids", unknown), Fact("unfinished", living))
     for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
         if seq_id in ledger.requests:
             most = len(ledger.seq(seq_id).token_ids)
             is_sampled = isinstance(ledger.step and ledger.step.sample, ev.SampleTokens)
             if not most - is_sampled <= num_tokens <= most:
-                yield Clash(
+                yield Conflict(
                     Fact("num_tokens", [seq_id, num_tokens]), Fact("num_tokens_known", most)
                 )
 

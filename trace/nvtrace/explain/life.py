@@ -1,7 +1,7 @@
 """Life: what a step said of one request, turned into links.
 
-    Seen         the events of a step that are about the request
-    Biographer   Seen -> links, and the little that one step must know of those before
+    RequestStep         the events of a step that are about the request
+    ChainBuilder   RequestStep -> links, and the little that one step must know of those before
 
 Knows what each event means for the request. Does not know the rest of the trace (`request.py`), or
 which links say the same (`folding.py`).
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Seen:
+class RequestStep:
     """What one step said of the request.
 
     Attributes:
@@ -85,7 +85,7 @@ class Seen:
                 self.error = event
 
 
-class Biographer:
+class ChainBuilder:
     """Tells a request's life, one step after the other.
 
     Args:
@@ -108,21 +108,21 @@ class Biographer:
             num_ahead=arrival.waiting_len - 1,
         )
 
-    def step(self, seen: Seen, fold: BlockOrigins) -> Iterator[links.AnyLife]:
+    def step(self, facts: RequestStep, fold: BlockOrigins) -> Iterator[links.AnyLife]:
         """What it did in a step: moments first, then what the step is accounted to, then its end.
 
         Args:
-            seen: what the step said.
+            facts: what the step recorded of the request.
             fold: after the step.
         """
-        sequence = fold.state.sequences[seen.seq_id]
-        if seen.preempt is not None:
-            yield self._preempted(seen, seen.preempt)
-        if seen.admission is not None:
-            yield self._admitted(seen, seen.admission, sequence, fold.state.block_size)
-        yield from self._deed(seen, sequence)
-        if seen.ending is not None:
-            yield self.ended(seen.ending, seen.step, sequence, is_between=False)
+        sequence = fold.state.sequences[facts.seq_id]
+        if facts.preempt is not None:
+            yield self._preempted(facts, facts.preempt)
+        if facts.admission is not None:
+            yield self._admitted(facts, facts.admission, sequence, fold.state.block_size)
+        yield from self._activity(facts, sequence)
+        if facts.ending is not None:
+            yield self.ended(facts.ending, facts.step, sequence, is_between=False)
 
     def ended(
         self,
@@ -164,26 +164,30 @@ class Biographer:
 
     # -- moments ---------------------------------------------------------------------------------
 
-    def _preempted(self, seen: Seen, event: ev.Preempt) -> links.Preempted:
+    def _preempted(self, facts: RequestStep, event: ev.Preempt) -> links.Preempted:
         self._is_preempted, self._num_computed = True, 0
-        is_all = seen.admission is None and not seen.is_broken
-        place = self._span(seen, event) if is_all else _moment(seen, event)
+        is_all = facts.admission is None and not facts.is_broken
+        place = self._span(facts, event) if is_all else _moment(facts, event)
         return links.Preempted(
             **place,
             seq_id=event.seq_id,
             for_seq_id=event.for_seq_id,
-            **given_back(event, seen.released),
+            **given_back(event, facts.released),
             num_tokens_to_recompute=event.num_tokens_to_recompute,
             is_prefilling=event.num_tokens_to_recompute < self._num_to_prefill,
         )
 
     def _admitted(
-        self, seen: Seen, event: ev.StateTransition, sequence: SequenceState, block_size: int
+        self,
+        facts: RequestStep,
+        event: ev.StateTransition,
+        sequence: SequenceState,
+        block_size: int,
     ) -> links.Admitted:
-        sources = seen.sources
+        sources = facts.sources
         self._num_to_prefill = sequence.num_prefill_tokens
         return links.Admitted(
-            **_moment(seen, event, sources.event_ids),
+            **_moment(facts, event, sources.event_ids),
             num_tokens=sequence.num_prefill_tokens,
             num_cached_tokens=(sources.num_shared + sources.num_revived) * block_size,
             num_shared_blocks=sources.num_shared,
@@ -196,37 +200,37 @@ class Biographer:
 
     # -- what a step is accounted to -------------------------------------------------------------
 
-    def _deed(self, seen: Seen, sequence: SequenceState) -> Iterator[links.AnyLife]:
+    def _activity(self, facts: RequestStep, sequence: SequenceState) -> Iterator[links.AnyLife]:
         """What it did, or why it did nothing; silent if it was preempted, which says it all."""
-        schedule = seen.schedule
-        if schedule is None or seen.is_broken:
-            error = None if seen.error is None else seen.error.error_type
-            yield links.Broken(**self._span(seen, seen.error or seen.ending), error=error)
+        schedule = facts.schedule
+        if schedule is None or facts.is_broken:
+            error = None if facts.error is None else facts.error.error_type
+            yield links.Broken(**self._span(facts, facts.error or facts.ending), error=error)
             return
         decode_ids, prefill_ids = rows_of(schedule)
         batch = len(schedule.seq_ids), len(schedule.seq_ids)
-        if seen.seq_id in prefill_ids and not isinstance(schedule, ev.ScheduleDecode):
-            yield self._prefilled(seen, schedule, batch)
-        elif seen.seq_id in decode_ids:
+        if facts.seq_id in prefill_ids and not isinstance(schedule, ev.ScheduleDecode):
+            yield self._prefilled(facts, schedule, batch)
+        elif facts.seq_id in decode_ids:
             self._compute(self._num_computed + 1)
-            yield links.Decoded(**self._span(seen, schedule), batch=batch)
+            yield links.Decoded(**self._span(facts, schedule), batch=batch)
         elif sequence.status not in {"WAITING", "FINISHED"}:
             is_running = sequence.status == "RUNNING"
             reason = idle_reason(schedule) if is_running else sequence.status
-            yield links.Idled(**self._span(seen, schedule), reason=reason, batch=batch)
-        elif seen.preempt is None:
-            yield self._waited(seen)
+            yield links.Idled(**self._span(facts, schedule), reason=reason, batch=batch)
+        elif facts.preempt is None:
+            yield self._waited(facts)
 
     def _prefilled(
-        self, seen: Seen, schedule: ev.SchedulePrefill | ev.ScheduleMixed, batch: links.Span
+        self, facts: RequestStep, schedule: ev.SchedulePrefill | ev.ScheduleMixed, batch: links.Span
     ) -> links.Prefilled:
-        row = schedule.seq_ids.index(seen.seq_id)
+        row = schedule.seq_ids.index(facts.seq_id)
         first = schedule.num_computed_tokens[row]
         end = first + schedule.num_scheduled_tokens[row]
         num_again = max(min(end, self._num_ever_computed) - first, 0)
         self._compute(end)
         return links.Prefilled(
-            **self._span(seen, schedule),
+            **self._span(facts, schedule),
             first_token=first,
             last_token=end - 1,
             num_total=self._num_to_prefill,
@@ -235,15 +239,15 @@ class Biographer:
             is_complete=end >= self._num_to_prefill,
         )
 
-    def _waited(self, seen: Seen) -> links.Waited:
-        stop, place = seen.stop, seen.place
+    def _waited(self, facts: RequestStep) -> links.Waited:
+        stop, place = facts.stop, facts.place
         return links.Waited(
-            **self._span(seen, stop or seen.schedule),
+            **self._span(facts, stop or facts.schedule),
             reason=None if stop is None else stop.reason,
             head_seq_id=None if stop is None else stop.seq_id,
             need=None if stop is None else (stop.need, stop.need),
             have=None if stop is None else (stop.have, stop.have),
-            whole=None if seen.whole is None else (seen.whole, seen.whole),
+            whole=None if facts.whole is None else (facts.whole, facts.whole),
             num_ahead=(place, place),
             is_preempted=self._is_preempted,
         )
@@ -254,17 +258,19 @@ class Biographer:
 
     # -- places in time --------------------------------------------------------------------------
 
-    def _span(self, seen: Seen, proof: ev.Event | None) -> dict[str, Any]:
+    def _span(self, facts: RequestStep, proof: ev.Event | None) -> dict[str, Any]:
         """A step of its life: it accounts for the time since the last thing that did."""
-        num_ns = self._time_until(seen.end_ns)
-        return _moment(seen, proof) | {"num_steps": 1, "time_ns": num_ns}
+        num_ns = self._time_until(facts.end_ns)
+        return _moment(facts, proof) | {"num_steps": 1, "time_ns": num_ns}
 
     def _time_until(self, now_ns: int) -> int:
         num_ns, self._mark_ns = now_ns - self._mark_ns, now_ns
         return num_ns
 
 
-def _moment(seen: Seen, proof: ev.Event | None, others: list[int] | None = None) -> dict[str, Any]:
+def _moment(
+    facts: RequestStep, proof: ev.Event | None, others: list[int] | None = None
+) -> dict[str, Any]:
     """Where a link stands, and its proof."""
     event_ids = [*(others or []), *([] if proof is None else [proof.event_id])]
-    return {"first_step": seen.step, "last_step": seen.step, "event_ids": tuple(event_ids)}
+    return {"first_step": facts.step, "last_step": facts.step, "event_ids": tuple(event_ids)}

@@ -28,7 +28,7 @@ PARTS = (*HOST_PARTS, "gpu")
 
 
 @dataclass(frozen=True, slots=True)
-class StepClass:
+class StepGroup:
     """Steps that should take about as long as one another.
 
     Attributes:
@@ -42,7 +42,7 @@ class StepClass:
     bucket: int | None
 
     @classmethod
-    def of(cls, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> StepClass:
+    def of(cls, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> StepGroup:
         """The class of a step, from its end and, if there was one, its replay."""
         if replay is not None:
             return cls(end.batch_phase, replay.graph_batch_size, None)
@@ -58,12 +58,12 @@ class Pace:
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._times: dict[StepClass, dict[str, Distribution]] = {}
-        self._own: tuple[StepClass, ev.StepEnd, bool] | None = None
+        self._times: dict[StepGroup, dict[str, Distribution]] = {}
+        self._own: tuple[StepGroup, ev.StepEnd, bool] | None = None
 
     def take(self, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> None:
         """Take in a step's end."""
-        step_class = StepClass.of(end, replay)
+        step_class = StepGroup.of(end, replay)
         if end.step == self._step:
             self._own = step_class, end, step_class not in self._times
             return

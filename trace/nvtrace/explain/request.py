@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nvtrace import events as ev
 from nvtrace.explain import links
 from nvtrace.explain.folding import fold
-from nvtrace.explain.life import Biographer, Seen
+from nvtrace.explain.life import ChainBuilder, RequestStep
 from nvtrace.explain.origins import BlockOrigins, EventErrors, NotInTraceError
 from nvtrace.measure import Measure
 from nvtrace.replay import events_of
@@ -74,8 +74,8 @@ class _Life:
         self.chain: list[links.AnyLife] = []
         self.arrival: ev.RequestEnqueue | None = None
         self.is_over = False
-        self._biographer: Biographer | None = None
-        self._seen: Seen | None = None  # of the current step
+        self._builder: ChainBuilder | None = None
+        self._facts: RequestStep | None = None  # of the current step
         self._last: ev.AnyEvent | None = None
         self._now_ns = 0
         self._measure = Measure()
@@ -96,11 +96,11 @@ class _Life:
             return
         self._last, self._now_ns = event, event.ts_ns
         with EventErrors(event):
-            if event.step is not None and self._biographer is not None:
-                self._seen = self._seen or Seen(self.seq_id, event.step)
-                self.fold.note_sources(event, self.seq_id, self._seen.sources)
+            if event.step is not None and self._builder is not None:
+                self._facts = self._facts or RequestStep(self.seq_id, event.step)
+                self.fold.note_sources(event, self.seq_id, self._facts.sources)
                 self.fold.apply(event)
-                self._seen.note(event, self.fold)
+                self._facts.note(event, self.fold)
             else:
                 self.fold.apply(event)
                 self._note_between(event)
@@ -110,9 +110,9 @@ class _Life:
     def close(self) -> None:
         """There is no more to take in."""
         self._end_step()
-        if self._biographer is not None and self._last is not None and not self.is_over:
+        if self._builder is not None and self._last is not None and not self.is_over:
             sequence = self.fold.state.sequences[self.seq_id]
-            unended = self._biographer.unended(self._last, self.fold.step.index, sequence)
+            unended = self._builder.unended(self._last, self.fold.step.index, sequence)
             self.chain.append(unended)
 
     def links_of(self, step: int) -> list[links.AnyLife]:
@@ -154,20 +154,20 @@ class _Life:
 
     def _end_step(self) -> None:
         """The step is over: what it said becomes links."""
-        seen, self._seen = self._seen, None
-        if seen is None or self._biographer is None or self._last is None:
+        facts, self._facts = self._facts, None
+        if facts is None or self._builder is None or self._last is None:
             return
         with EventErrors(self._last):
-            self.chain += self._biographer.step(seen, self.fold)
-        self.is_over = seen.ending is not None
+            self.chain += self._builder.step(facts, self.fold)
+        self.is_over = facts.ending is not None
 
     def _note_between(self, event: ev.AnyEvent) -> None:
         """What happens between two steps, or before it comes."""
         step = self.fold.step.index
         match event:
             case ev.RequestEnqueue() if event.seq_id == self.seq_id:
-                self.arrival, self._biographer = event, Biographer(event, step)
-                self.chain.append(self._biographer.queued)
+                self.arrival, self._builder = event, ChainBuilder(event, step)
+                self.chain.append(self._builder.queued)
             case ev.RequestEnqueue():
                 self._known = [*self._known[:1], event.seq_id]
             case ev.RequestRefused():
@@ -179,10 +179,10 @@ class _Life:
                 self._end_between(event)
 
     def _end_between(self, event: ev.StateTransition | ev.EngineReset) -> None:
-        if self._biographer is not None:
+        if self._builder is not None:
             sequence = self.fold.state.sequences[self.seq_id]
             step = self.fold.step.index
-            self.chain.append(self._biographer.ended(event, step, sequence, is_between=True))
+            self.chain.append(self._builder.ended(event, step, sequence, is_between=True))
             self.is_over = True
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.envelope import Record
-    from nvtrace.export.tables import Column
+    from nvtrace.export.tables import TableColumn
 
 _PARTITIONS = {"run_id", "rank"}  # in the path, not in the file
 _ROWS_PER_GROUP = 4096
@@ -126,7 +126,7 @@ class _Part:
             ) from error
 
 
-def _arrow_type(arrow: Any, column: Column) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _arrow_type(arrow: Any, column: TableColumn) -> Any:  # noqa: ANN401 - pyarrow has no types
     """As `int | None` -> int64, `list[list[str]]` -> list of lists of strings, a dict -> text."""
     if column.name == "seed":
         return arrow.uint64()  # a seed has all 64 bits; all other integers are signed

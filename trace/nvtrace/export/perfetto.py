@@ -47,7 +47,7 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
     Args:
         records: what `read_trace` yields.
     """
-    picture = Picture()
+    picture = PerfettoTimeline()
     separator = ""
     for record in records:
         if isinstance(record, Header):
@@ -103,7 +103,7 @@ class _Step:
     chunks: list[tuple[int, bool]] = field(default_factory=list)  # (arrow, is it the last chunk?)
 
 
-class Picture:
+class PerfettoTimeline:
     """Draws a trace, record by record."""
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ class Picture:
         ev.CudagraphReplay: "forward",
         ev.SampleTokens: "sample",
     }
-    _handlers: ClassVar[dict[type, Callable[[Picture, Any], None]]] = {
+    _handlers: ClassVar[dict[type, Callable[[PerfettoTimeline, Any], None]]] = {
         **dict.fromkeys(_STARTUP_PARTS, _startup_part),
         ev.EngineReady: _engine_ready,
         ev.RequestEnqueue: _request_enqueue,

@@ -27,7 +27,7 @@ _STRUCTS: dict[str, type[msgspec.Struct]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column.
 
     Attributes:
@@ -38,8 +38,8 @@ class Column:
     type: Any
 
 
-TABLES: dict[str, tuple[Column, ...]] = {
-    name: tuple(Column(field, type_) for field, type_ in field_types(struct).items())
+TABLES: dict[str, tuple[TableColumn, ...]] = {
+    name: tuple(TableColumn(field, type_) for field, type_ in field_types(struct).items())
     for name, struct in _STRUCTS.items()
 }
 

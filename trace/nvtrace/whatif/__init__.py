@@ -13,16 +13,16 @@
 Knows nothing itself.
 """
 
-from nvtrace.whatif.compare import Row, recorded_row, simulated_row
+from nvtrace.whatif.compare import RunRow, recorded_row, simulated_row
 from nvtrace.whatif.recording import Recording, read_recording
-from nvtrace.whatif.rerun import Arrivals, Outcome, rerun
+from nvtrace.whatif.rerun import Arrivals, RerunResult, rerun
 from nvtrace.whatif.settings import Settings, WhatIfError, parse_changes
 
 __all__ = [
     "Arrivals",
-    "Outcome",
     "Recording",
-    "Row",
+    "RerunResult",
+    "RunRow",
     "Settings",
     "WhatIfError",
     "parse_changes",

@@ -13,13 +13,13 @@ from nvtrace.metrics import PhaseMetrics, refusals_of
 
 if TYPE_CHECKING:
     from nvtrace.metrics import Refusals, RunMetrics
-    from nvtrace.steptime import Beyond
+    from nvtrace.steptime import OutOfRange
     from nvtrace.whatif.recording import Recording
-    from nvtrace.whatif.rerun import Outcome
+    from nvtrace.whatif.rerun import RerunResult
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunRow:
     """One run. Times are in nanoseconds.
 
     Attributes:
@@ -56,21 +56,21 @@ class Row:
     ttft_p95_ns: float | None = None
     output_throughput: float | None = None
     num_untimed: int = 0
-    beyond: tuple[Beyond, ...] = ()
+    beyond: tuple[OutOfRange, ...] = ()
     num_left_out: int = 0
     refusals: tuple[Refusals, ...] = ()
 
 
-def recorded_row(recording: Recording) -> Row:
+def recorded_row(recording: Recording) -> RunRow:
     """The recorded run, as it was measured."""
     metrics, refused = recording.metrics, recording.refused
     facts = _decisions(metrics) | _times(metrics)
-    return Row("recorded", "measured", **facts, refusals=tuple(refusals_of(refused)))
+    return RunRow("recorded", "measured", **facts, refusals=tuple(refusals_of(refused)))
 
 
-def simulated_row(name: str, outcome: Outcome) -> Row:
+def simulated_row(name: str, outcome: RerunResult) -> RunRow:
     """A re-run."""
-    return Row(
+    return RunRow(
         name,
         "simulated",
         **({} if outcome.is_stopped else _decisions(outcome.metrics)),

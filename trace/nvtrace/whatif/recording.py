@@ -66,7 +66,7 @@ class Decisions:
 
 
 @dataclass(slots=True)
-class Answer:
+class RecordedOutput:
     """What a request was answered.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Reader:
         self.init: ev.EngineInit | None = None
         self.ready: ev.EngineReady | None = None
         self.commands: list[Command] = []
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, RecordedOutput] = {}
         self.decisions = Decisions()
         self.steps: list[tuple[StepShape, int]] = []
         self.gaps: list[int] = []
@@ -232,7 +232,7 @@ class _Reader:
             case ev.RequestEnqueue():
                 if record.seq_id in self.answers:
                     raise InconsistentTraceError(f"request {record.seq_id} arrives twice")
-                self.answers[record.seq_id] = Answer()
+                self.answers[record.seq_id] = RecordedOutput()
                 self._prompt_lens[record.seq_id] = record.prompt_len
                 self._command(record)
             case ev.RequestAbort() | ev.RequestRefused():

@@ -40,7 +40,7 @@ from nvtrace import events as ev
 from nvtrace.measure import Measure
 from nvtrace.pipeline import DropEvent, Sink
 from nvtrace.replay import InconsistentTraceError
-from nvtrace.steptime import Beyond, StepShape
+from nvtrace.steptime import OutOfRange, StepShape
 from nvtrace.whatif.recorder import Clock, SimulatedRecorder
 from nvtrace.whatif.recording import Decisions
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
     from nvtrace.metrics import RunMetrics
     from nvtrace.steptime import StepTimes
-    from nvtrace.whatif.recording import Answer, Command, Recording
+    from nvtrace.whatif.recording import Command, RecordedOutput, Recording
     from nvtrace.whatif.settings import Settings
 
 Arrivals = Literal["step", "time"]
@@ -56,7 +56,7 @@ _TOLD_BY_TOKENS = {"eos", "stop_token", "max_tokens", "max_model_len", "aborted"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RerunResult:
     """What came of a re-run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Outcome:
     metrics: RunMetrics
     schedule: list[int]
     num_untimed: int
-    beyond: list[Beyond]
+    beyond: list[OutOfRange]
     refused: list[ev.RequestRefused]
     num_left_out: int
     is_stopped: bool
@@ -95,7 +95,7 @@ def rerun(
     *,
     arrivals: Arrivals = "step",
     sink: Sink | None = None,
-) -> Outcome:
+) -> RerunResult:
     """Run a recorded workload again.
 
     Args:
@@ -162,12 +162,12 @@ class _Rerun:
         self.step_due = 0  # commands before this step are due: nobody is left who would get there
         self.measure = Measure()
         self.decisions = Decisions()
-        self.beyond: dict[tuple[str, str | None], Beyond] = {}
+        self.beyond: dict[tuple[str, str | None], OutOfRange] = {}
         self.refused: list[ev.RequestRefused] = []
         self.num_untimed = self.num_left_out = 0
         self.is_stopped = False
 
-    def go(self, num_untimed: int) -> Outcome:
+    def go(self, num_untimed: int) -> RerunResult:
         """Run all to its end; the trace's header says that `num_untimed` steps take no time."""
         self.observer.begin(self.recording, self.settings, num_untimed)
         while (self.commands or not self.scheduler.is_finished()) and not self.is_stopped:
@@ -176,7 +176,7 @@ class _Rerun:
             if not self.scheduler.is_finished():
                 self._step()
         self.observer.close("interrupted" if self.is_stopped else "ok")
-        return Outcome(
+        return RerunResult(
             settings=self.settings,
             metrics=self.measure.run(),
             schedule=self.decisions.numbers,
@@ -279,7 +279,7 @@ class _Rerun:
         answer = self._answer(seq)
         return answer.is_open and seq.num_completion_tokens >= len(answer.token_ids)
 
-    def _answer(self, seq: Sequence) -> Answer:
+    def _answer(self, seq: Sequence) -> RecordedOutput:
         return self.recording.answers[seq.seq_id]
 
     # -- a step ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class _Rerun:
 
     def _pass_time(self, shape: StepShape) -> None:
         duration = self.times.predict(shape)
-        if isinstance(duration, Beyond):
+        if isinstance(duration, OutOfRange):
             self.num_untimed += 1
             self.beyond.setdefault((duration.phase, duration.quantity), duration)
             self.is_stopped = self.is_by_time

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.finding import Conflict, Fact, Rule, differ
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,70 +22,70 @@ if TYPE_CHECKING:
     Take = ev.BlocksAllocate | ev.BlocksAppend
 
 
-def _from_head(ledger: Ledger, event: Take) -> Iterator[Clash]:
+def _from_head(ledger: Ledger, event: Take) -> Iterator[Conflict]:
     """Pages are taken from the free list's head, in order."""
     taken = [page for pages in event.block_ids for page in pages]
     head = [page for page, _ in zip(ledger.state.free_blocks, taken, strict=False)]
     yield from differ("block_ids", taken, "free_list_head", head)
 
 
-def _emptied(ledger: Ledger, event: Take) -> Iterator[Clash]:
+def _emptied(ledger: Ledger, event: Take) -> Iterator[Conflict]:
     """A page that is taken holds nothing published; what was evicted is what is taken."""
     taken = [page for pages in event.block_ids for page in pages]
     published = [page for page in taken if page in ledger.state.block_hashes]
     if published:
-        yield Clash(Fact("block_ids", published), Fact("still_published", published))
+        yield Conflict(Fact("block_ids", published), Fact("still_published", published))
     in_vain = [page for page in ledger.evicted if page not in taken]
     if in_vain:
-        yield Clash(Fact("block_ids", taken), Fact("evicted_pages", in_vain))
+        yield Conflict(Fact("block_ids", taken), Fact("evicted_pages", in_vain))
 
 
-def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Clash]:
-    known = [ledger.state.block_hashes.get(page) for page in event.block_ids]
-    yield from differ("hashes", event.hashes, "published_hashes", known)
+def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Conflict]:
+    expected = [ledger.state.block_hashes.get(page) for page in event.block_ids]
+    yield from differ("hashes", event.hashes, "published_hashes", expected)
     if event.reason == "cache_reset":
         yield from differ(
             "block_ids", event.block_ids, "published_pages", [*ledger.state.block_hashes]
         )
         unfinished = [*ledger.state.waiting, *ledger.state.running]
         if unfinished:
-            yield Clash(Fact("reason", event.reason), Fact("unfinished", unfinished))
+            yield Conflict(Fact("reason", event.reason), Fact("unfinished", unfinished))
     elif event.step is None:
-        yield Clash(Fact("reason", event.reason), Fact("step_under_way", None))
+        yield Conflict(Fact("reason", event.reason), Fact("step_under_way", None))
     held = [page for page in event.block_ids if ledger.state.ref_counts[page]]
     if held:
-        yield Clash(Fact("block_ids", held), Fact("held_pages", held))
+        yield Conflict(Fact("block_ids", held), Fact("held_pages", held))
 
 
-def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Clash]:
+def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
     """Shared pages are in somebody's table, revived ones in nobody's."""
     is_revived = isinstance(event, ev.BlocksRevive)
     for page in event.block_ids[-1]:
         count = ledger.state.ref_counts[page]
         if (count == 0) != is_revived:
-            yield Clash(Fact("block_ids", page), Fact("ref_count", count))
+            yield Conflict(Fact("block_ids", page), Fact("ref_count", count))
             return
 
 
-def _hash_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Clash]:
+def _hash_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
     """A page found in the cache holds the very tokens of its place in the new table."""
     yield from _caching(ledger, event)
     for seq_id, pages in zip(event.seq_ids, event.block_ids, strict=True):
         seq = ledger.seq(seq_id)
         for index, page in enumerate(pages, start=len(seq.block_table)):
-            known = ledger.chain_hash(seq_id, index)
+            expected = ledger.chain_hash(seq_id, index)
             held = ledger.state.block_hashes.get(page)
-            if held != known or (index + 1) * ledger.state.block_size >= len(seq.token_ids):
-                yield Clash(Fact("block_ids", [page, held]), Fact("hash_of_tokens", known))
+            if held != expected or (index + 1) * ledger.state.block_size >= len(seq.token_ids):
+                yield Conflict(Fact("block_ids", [page, held]), Fact("hash_of_tokens", expected))
                 return
 
 
-def _caching(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _caching(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     if ledger.init is not None and not ledger.init.enable_prefix_caching:
-        yield Clash(Fact("event", ev.tag_of(event)), Fact("enable_prefix_caching", value=False))
+        yield Conflict(Fact("event", ev.tag_of(event)), Fact("enable_prefix_caching", value=False))
 
 
-def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Clash]:
+def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict]:
     """Whatever the cache has of a prompt is used before a new page is taken."""
     seq_id = event.seq_ids[0]
     index = len(ledger.seq(seq_id).block_table)
@@ -96,16 +96,16 @@ def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Clash]:
     chain_hash = ledger.chain_hash(seq_id, index)
     page = ledger.state.cached_blocks.get(chain_hash)
     if page is not None or chain_hash in ledger.evicted.values():
-        yield Clash(Fact("block_ids", event.block_ids[0]), Fact("cached_page", page))
+        yield Conflict(Fact("block_ids", event.block_ids[0]), Fact("cached_page", page))
 
 
-def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Clash]:
+def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_ids[0])
-    known = ledger.blocks_for(len(seq.token_ids))
-    yield from differ("block_ids", len(seq.block_table), "pages_for_tokens", known)
+    expected = ledger.blocks_for(len(seq.token_ids))
+    yield from differ("block_ids", len(seq.block_table), "pages_for_tokens", expected)
 
 
-def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Clash]:
+def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Conflict]:
     """One page for each, in the running queue's order, only where the newest token has none."""
     need = [
         seq_id
@@ -117,40 +117,42 @@ def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Clash]:
     yield from differ("block_ids", counts, "one_page_each", [1] * len(counts))
 
 
-def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Clash]:
+def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Conflict]:
     """Everybody in the batch holds exactly the pages of all its tokens."""
     if ledger.step is None:
         return
     for seq_id in ledger.step.num_scheduled:
         seq = ledger.seq(seq_id)
-        known = ledger.blocks_for(len(seq.token_ids))
-        if len(seq.block_table) != known:
+        expected = ledger.blocks_for(len(seq.token_ids))
+        if len(seq.block_table) != expected:
             table = Fact("table", [seq_id, [*seq.block_table]])
-            yield Clash(table, Fact("pages_for_tokens", known))
+            yield Conflict(table, Fact("pages_for_tokens", expected))
             return
 
 
-def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Clash]:
+def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Conflict]:
     """A page is published under the hash of its tokens, once they are all computed."""
     yield from _caching(ledger, event)
     size = ledger.state.block_size
     for seq_id, pages, hashes in zip(event.seq_ids, event.block_ids, event.hashes, strict=True):
         seq = ledger.seq(seq_id)
-        for page, told in zip(pages, hashes, strict=True):
+        for page, recorded in zip(pages, hashes, strict=True):
             if page not in seq.block_table:
-                yield Clash(Fact("block_ids", page), Fact("table", [seq_id, [*seq.block_table]]))
+                yield Conflict(Fact("block_ids", page), Fact("table", [seq_id, [*seq.block_table]]))
                 continue
             index = seq.block_table.index(page)
             if (index + 1) * size > seq.num_computed_tokens:
                 told_page = Fact("block_ids", page)
-                yield Clash(told_page, Fact("num_computed", [seq_id, seq.num_computed_tokens]))
+                yield Conflict(told_page, Fact("num_computed", [seq_id, seq.num_computed_tokens]))
                 continue
-            yield from differ("hashes", told, "hash_of_tokens", ledger.chain_hash(seq_id, index))
-            if page in ledger.state.block_hashes or told in ledger.state.cached_blocks:
-                yield Clash(Fact("hashes", told), Fact("already_published", page))
+            yield from differ(
+                "hashes", recorded, "hash_of_tokens", ledger.chain_hash(seq_id, index)
+            )
+            if page in ledger.state.block_hashes or recorded in ledger.state.cached_blocks:
+                yield Conflict(Fact("hashes", recorded), Fact("already_published", page))
 
 
-def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Clash]:
+def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
     """What became full in this step can be found in the cache."""
     step, size = ledger.step, ledger.state.block_size
     if step is None or ledger.init is None or not ledger.init.enable_prefix_caching:
@@ -161,18 +163,18 @@ def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Clash]:
             chain_hash = ledger.chain_hash(seq_id, index)
             if chain_hash not in ledger.state.cached_blocks:
                 full = Fact("full_page", [seq_id, index])
-                yield Clash(full, Fact("hash_of_tokens", chain_hash))
+                yield Conflict(full, Fact("hash_of_tokens", chain_hash))
                 return
 
 
-def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
     """Free are the released pages that nobody else holds."""
     counts = ledger.state.ref_counts
     for seq_id, pages, freed in zip(event.seq_ids, event.block_ids, event.freed, strict=True):
         table = ledger.seq(seq_id).block_table
         yield from differ("block_ids", pages, "table_reversed", table[::-1])
-        known = [page for page in pages if counts[page] == 1]
-        yield from differ("freed", freed, "held_by_nobody_else", known)
+        expected = [page for page in pages if counts[page] == 1]
+        yield from differ("freed", freed, "held_by_nobody_else", expected)
 
 
 def _held(state: State) -> Counter[int]:
@@ -182,7 +184,7 @@ def _held(state: State) -> Counter[int]:
     )
 
 
-def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     """Every page is in a table or in the free list; its count is the number of its tables."""
     if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
         return
@@ -191,24 +193,24 @@ def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
     num_free = len(state.free_blocks)
     if len(held) + num_free != state.num_blocks:
         pages = Fact("free_and_held", [num_free, len(held)])
-        yield Clash(pages, Fact("num_blocks", state.num_blocks))
+        yield Conflict(pages, Fact("num_blocks", state.num_blocks))
     both = sorted(page for page in held if page in state.free_blocks)
     if both:
-        yield Clash(Fact("held_pages", both), Fact("free_pages", both))
+        yield Conflict(Fact("held_pages", both), Fact("free_pages", both))
 
 
-def _counted(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _counted(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
         return
     state = ledger.state
     held = _held(state)
     for page, count in held.items():
         if state.ref_counts[page] != count:
-            yield Clash(Fact("ref_count", [page, state.ref_counts[page]]), Fact("tables", count))
+            yield Conflict(Fact("ref_count", [page, state.ref_counts[page]]), Fact("tables", count))
             return
 
 
-def _free_blocks(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
+def _free_blocks(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
     yield from differ("free_blocks", event.free_blocks, "free_pages", len(ledger.state.free_blocks))
 
 

@@ -1,6 +1,6 @@
 """Batches: how full steps are, and how long they take.
 
-Knows steps. Does not know pages (`pages.py`) or requests (`latency.py`).
+Knows steps. Does not know blocks (`blocks.py`) or requests (`latency.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pages: how the KV cache is used, what it is reused for, and where its size comes from.
+"""Blocks: how the KV cache is used, what it is reused for, and where its size comes from.
 
-Knows pages and bytes. Does not know steps' times (`batches.py`) or requests' (`latency.py`).
+Knows blocks and bytes. Does not know steps' times (`batches.py`) or requests' (`latency.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.DataFrame:
-    """Count the pool's pages by what they are, at each step, while it computes.
+    """Count the pool's blocks by what they are, at each step, while it computes.
 
     Args:
         steps: `Trace.steps`.
         blocks: `Trace.blocks`.
-        num_blocks: pages in the pool: ENGINE_READY.num_kvcache_blocks.
+        num_blocks: blocks in the pool: ENGINE_READY.num_kvcache_blocks.
     """
     steps = of_first_rank(steps)
     is_used = blocks["ref_count"] > 0
@@ -52,11 +52,11 @@ def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.Dat
 
 
 def _count_over_time(block_ids: pd.Series, state: pd.Series) -> npt.NDArray[np.int64]:
-    """(num_rows + 1,) how many pages are in a state after so many rows.
+    """(num_rows + 1,) how many blocks are in a state after so many rows.
 
     Args:
         block_ids: of each row.
-        state: is the row's page in it, after the row?
+        state: is the row's block in it, after the row?
     """
     before = state.groupby(block_ids).shift(fill_value=False)
     changes = state.astype("int64") - before.astype("int64")
@@ -78,9 +78,9 @@ def prefix_hits(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_budget(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Write out the sum that ends in the number of KV pages, of the first rank.
+    """Write out the sum that ends in the number of KV blocks, of the first rank.
 
-        total - kept back - used - ... = available        available - pages = unused
+        total - kept back - used - ... = available        available - blocks = unused
 
     Args:
         estimates: `Trace.table("KV_BUDGET_ESTIMATE")`.

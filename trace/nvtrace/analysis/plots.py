@@ -75,13 +75,13 @@ def request_gantt(spans: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def kv_block_map(blocks: pd.DataFrame, ax: Axes) -> Axes:
-    """Draw what each KV page is, at the end of each step.
+    """Draw what each KV block is, at the end of each step.
 
     Args:
         blocks: `Trace.blocks`.
         ax: drawn into, and returned.
     """
-    states = page_states(blocks)
+    states = block_states(blocks)
     first, last = _extent(blocks)
     ax.imshow(
         states,
@@ -104,10 +104,10 @@ def kv_block_map(blocks: pd.DataFrame, ax: Axes) -> Axes:
     return ax
 
 
-def page_states(blocks: pd.DataFrame) -> npt.NDArray[np.int64]:
-    """(num_pages, num_steps) what each page is at each step's end: 0 free ... 3 shared.
+def block_states(blocks: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """(num_pages, num_steps) what each block is at each step's end: 0 free ... 3 shared.
 
-    There are fewer columns than steps if these are very many. Pages that no operation is about are
+    There are fewer columns than steps if these are very many. Blocks that no operation is about are
     left out at the end.
 
     Args:
@@ -201,7 +201,7 @@ def step_time_scatter(
 
 
 def memory_waterfall(budget: pd.DataFrame, ax: Axes) -> Axes:
-    """Draw the sum that ends in the number of KV pages, each term where the one before ended.
+    """Draw the sum that ends in the number of KV blocks, each term where the one before ended.
 
     Args:
         budget: what `memory_budget` returns.

@@ -98,7 +98,7 @@ class Trace:
 
     @cached_property
     def blocks(self) -> pd.DataFrame:
-        """One row an operation on a KV page."""
+        """One row an operation on a KV block."""
         return blocks_frame(self._records)
 
     def table(self, kind: str) -> pd.DataFrame:

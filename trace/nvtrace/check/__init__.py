@@ -9,7 +9,7 @@
     stream     numbers, times, order of the events        } facts that disagree
     startup    settings, size of the pool                 }
     queues     who comes, waits, runs and ends            }
-    pages      free list, tables, hashes                  }
+    blocks      free list, tables, hashes                  }
     steps      batch, layout, sums                        }
     ranks      the same of a rank that an engine started  }
     checker    asks every rule about every event

@@ -1,6 +1,6 @@
-"""Rules for the pages: none is lost, none is given out twice, and a shared one holds what it says.
+"""Rules for the blocks: none is lost, none is given out twice, and a shared one holds what it says.
 
-Knows the free list, tables, reference counts and hashes. Does not know why a request gets pages.
+Knows the free list, tables, reference counts and hashes. Does not know why a request gets blocks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 def _from_head(ledger: Ledger, event: Take) -> Iterator[Conflict]:
-    """Pages are taken from the free list's head, in order."""
-    taken = [page for pages in event.block_ids for page in pages]
-    head = [page for page, _ in zip(ledger.state.free_blocks, taken, strict=False)]
+    """Blocks are taken from the free list's head, in order."""
+    taken = [block for blocks in event.block_ids for block in blocks]
+    head = [block for block, _ in zip(ledger.state.free_blocks, taken, strict=False)]
     yield from differ("block_ids", taken, "free_list_head", head)
 
 
 def _emptied(ledger: Ledger, event: Take) -> Iterator[Conflict]:
-    """A page that is taken holds nothing published; what was evicted is what is taken."""
-    taken = [page for pages in event.block_ids for page in pages]
-    published = [page for page in taken if page in ledger.state.block_hashes]
+    """A block that is taken holds nothing published; what was evicted is what is taken."""
+    taken = [block for blocks in event.block_ids for block in blocks]
+    published = [block for block in taken if block in ledger.state.block_hashes]
     if published:
         yield Conflict(Fact("block_ids", published), Fact("still_published", published))
-    in_vain = [page for page in ledger.evicted if page not in taken]
-    if in_vain:
-        yield Conflict(Fact("block_ids", taken), Fact("evicted_pages", in_vain))
+    unused = [block for block in ledger.evicted if block not in taken]
+    if unused:
+        yield Conflict(Fact("block_ids", taken), Fact("evicted_pages", unused))
 
 
 def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Conflict]:
-    expected = [ledger.state.block_hashes.get(page) for page in event.block_ids]
+    expected = [ledger.state.block_hashes.get(block) for block in event.block_ids]
     yield from differ("hashes", event.hashes, "published_hashes", expected)
     if event.reason == "cache_reset":
         yield from differ(
@@ -52,31 +52,31 @@ def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Conflict]:
             yield Conflict(Fact("reason", event.reason), Fact("unfinished", unfinished))
     elif event.step is None:
         yield Conflict(Fact("reason", event.reason), Fact("step_under_way", None))
-    held = [page for page in event.block_ids if ledger.state.ref_counts[page]]
+    held = [block for block in event.block_ids if ledger.state.ref_counts[block]]
     if held:
         yield Conflict(Fact("block_ids", held), Fact("held_pages", held))
 
 
 def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
-    """Shared pages are in somebody's table, revived ones in nobody's."""
+    """Shared blocks are in somebody's table, revived ones in nobody's."""
     is_revived = isinstance(event, ev.BlocksRevive)
-    for page in event.block_ids[-1]:
-        count = ledger.state.ref_counts[page]
+    for block in event.block_ids[-1]:
+        count = ledger.state.ref_counts[block]
         if (count == 0) != is_revived:
-            yield Conflict(Fact("block_ids", page), Fact("ref_count", count))
+            yield Conflict(Fact("block_ids", block), Fact("ref_count", count))
             return
 
 
 def _hash_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
-    """A page found in the cache holds the very tokens of its place in the new table."""
+    """A block found in the cache holds the very tokens of its place in the new table."""
     yield from _caching(ledger, event)
-    for seq_id, pages in zip(event.seq_ids, event.block_ids, strict=True):
+    for seq_id, blocks in zip(event.seq_ids, event.block_ids, strict=True):
         seq = ledger.seq(seq_id)
-        for index, page in enumerate(pages, start=len(seq.block_table)):
+        for index, block in enumerate(blocks, start=len(seq.block_table)):
             expected = ledger.chain_hash(seq_id, index)
-            held = ledger.state.block_hashes.get(page)
+            held = ledger.state.block_hashes.get(block)
             if held != expected or (index + 1) * ledger.state.block_size >= len(seq.token_ids):
-                yield Conflict(Fact("block_ids", [page, held]), Fact("hash_of_tokens", expected))
+                yield Conflict(Fact("block_ids", [block, held]), Fact("hash_of_tokens", expected))
                 return
 
 
@@ -86,7 +86,7 @@ def _caching(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
 
 
 def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict]:
-    """Whatever the cache has of a prompt is used before a new page is taken."""
+    """Whatever the cache has of a prompt is used before a new block is taken."""
     seq_id = event.seq_ids[0]
     index = len(ledger.seq(seq_id).block_table)
     if ledger.init is None or not ledger.init.enable_prefix_caching:
@@ -94,9 +94,9 @@ def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict
     if index >= (len(ledger.seq(seq_id).token_ids) - 1) // ledger.state.block_size:
         return
     chain_hash = ledger.chain_hash(seq_id, index)
-    page = ledger.state.cached_blocks.get(chain_hash)
-    if page is not None or chain_hash in ledger.evicted.values():
-        yield Conflict(Fact("block_ids", event.block_ids[0]), Fact("cached_page", page))
+    block = ledger.state.cached_blocks.get(chain_hash)
+    if block is not None or chain_hash in ledger.evicted.values():
+        yield Conflict(Fact("block_ids", event.block_ids[0]), Fact("cached_page", block))
 
 
 def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict]:
@@ -106,19 +106,19 @@ def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator
 
 
 def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Conflict]:
-    """One page for each, in the running queue's order, only where the newest token has none."""
+    """One block for each, in the running queue's order, only where the newest token has none."""
     need = [
         seq_id
         for seq_id in ledger.state.running
-        if not ledger.is_prefilling(seq_id) and ledger.needs_page(seq_id)
+        if not ledger.is_prefilling(seq_id) and ledger.needs_block(seq_id)
     ]
     yield from differ("seq_ids", event.seq_ids, "in_need_of_page", need[: len(event.seq_ids)])
-    counts = [len(pages) for pages in event.block_ids]
+    counts = [len(blocks) for blocks in event.block_ids]
     yield from differ("block_ids", counts, "one_page_each", [1] * len(counts))
 
 
 def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Conflict]:
-    """Everybody in the batch holds exactly the pages of all its tokens."""
+    """Everybody in the batch holds exactly the blocks of all its tokens."""
     if ledger.step is None:
         return
     for seq_id in ledger.step.num_scheduled:
@@ -131,25 +131,27 @@ def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Conflict]:
 
 
 def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Conflict]:
-    """A page is published under the hash of its tokens, once they are all computed."""
+    """A block is published under the hash of its tokens, once they are all computed."""
     yield from _caching(ledger, event)
     size = ledger.state.block_size
-    for seq_id, pages, hashes in zip(event.seq_ids, event.block_ids, event.hashes, strict=True):
+    for seq_id, blocks, hashes in zip(event.seq_ids, event.block_ids, event.hashes, strict=True):
         seq = ledger.seq(seq_id)
-        for page, recorded in zip(pages, hashes, strict=True):
-            if page not in seq.block_table:
-                yield Conflict(Fact("block_ids", page), Fact("table", [seq_id, [*seq.block_table]]))
+        for block, recorded in zip(blocks, hashes, strict=True):
+            if block not in seq.block_table:
+                yield Conflict(
+                    Fact("block_ids", block), Fact("table", [seq_id, [*seq.block_table]])
+                )
                 continue
-            index = seq.block_table.index(page)
+            index = seq.block_table.index(block)
             if (index + 1) * size > seq.num_computed_tokens:
-                told_page = Fact("block_ids", page)
-                yield Conflict(told_page, Fact("num_computed", [seq_id, seq.num_computed_tokens]))
+                found = Fact("block_ids", block)
+                yield Conflict(found, Fact("num_computed", [seq_id, seq.num_computed_tokens]))
                 continue
             yield from differ(
                 "hashes", recorded, "hash_of_tokens", ledger.chain_hash(seq_id, index)
             )
-            if page in ledger.state.block_hashes or recorded in ledger.state.cached_blocks:
-                yield Conflict(Fact("hashes", recorded), Fact("already_published", page))
+            if block in ledger.state.block_hashes or recorded in ledger.state.cached_blocks:
+                yield Conflict(Fact("hashes", recorded), Fact("already_published", block))
 
 
 def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
@@ -168,45 +170,47 @@ def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
 
 
 def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
-    """Free are the released pages that nobody else holds."""
+    """Free are the released blocks that nobody else holds."""
     counts = ledger.state.ref_counts
-    for seq_id, pages, freed in zip(event.seq_ids, event.block_ids, event.freed, strict=True):
+    for seq_id, blocks, freed in zip(event.seq_ids, event.block_ids, event.freed, strict=True):
         table = ledger.seq(seq_id).block_table
-        yield from differ("block_ids", pages, "table_reversed", table[::-1])
-        expected = [page for page in pages if counts[page] == 1]
+        yield from differ("block_ids", blocks, "table_reversed", table[::-1])
+        expected = [block for block in blocks if counts[block] == 1]
         yield from differ("freed", freed, "held_by_nobody_else", expected)
 
 
 def _held(state: State) -> Counter[int]:
-    """For each page that is in a table, in how many."""
+    """For each block that is in a table, in how many."""
     return Counter(
         chain.from_iterable(state.sequences[seq_id].block_table for seq_id in state.running)
     )
 
 
 def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Every page is in a table or in the free list; its count is the number of its tables."""
-    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
+    """Every block is in a table or in the free list; its count is the number of its tables."""
+    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_block_changes):
         return
     state = ledger.state
     held = _held(state)
     num_free = len(state.free_blocks)
     if len(held) + num_free != state.num_blocks:
-        pages = Fact("free_and_held", [num_free, len(held)])
-        yield Conflict(pages, Fact("num_blocks", state.num_blocks))
-    both = sorted(page for page in held if page in state.free_blocks)
+        blocks = Fact("free_and_held", [num_free, len(held)])
+        yield Conflict(blocks, Fact("num_blocks", state.num_blocks))
+    both = sorted(block for block in held if block in state.free_blocks)
     if both:
         yield Conflict(Fact("held_pages", both), Fact("free_pages", both))
 
 
 def _counted(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_page_changes):
+    if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_block_changes):
         return
     state = ledger.state
     held = _held(state)
-    for page, count in held.items():
-        if state.ref_counts[page] != count:
-            yield Conflict(Fact("ref_count", [page, state.ref_counts[page]]), Fact("tables", count))
+    for block, count in held.items():
+        if state.ref_counts[block] != count:
+            yield Conflict(
+                Fact("ref_count", [block, state.ref_counts[block]]), Fact("tables", count)
+            )
             return
 
 

@@ -98,14 +98,14 @@ class Checker:
         asked = None
         if self._is_lost or (unknown and isinstance(event, _DECIDED_BY_CODES)):
             asked = _ALWAYS
-        strange = list(stream.names(ledger, event)) if ledger.is_whole else []
-        yield from (_finding("names", event, conflict) for conflict in strange)
-        yield from self._ask("before", event, unknown, is_strange=bool(strange), only=asked)
+        unnamed = list(stream.names(ledger, event)) if ledger.is_whole else []
+        yield from (_finding("names", event, conflict) for conflict in unnamed)
+        yield from self._ask("before", event, unknown, is_strange=bool(unnamed), only=asked)
         try:
             ledger.take(event)
         except InconsistentTraceError as error:
             yield _finding("follows", event, _not_following(event, error.__cause__ or error))
-        yield from self._ask("after", event, unknown, is_strange=bool(strange), only=asked)
+        yield from self._ask("after", event, unknown, is_strange=bool(unnamed), only=asked)
         ledger.settle(event)
 
     def _ask(

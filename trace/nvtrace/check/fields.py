@@ -177,7 +177,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     ("admission_stop", "ADMISSION_STOP.reason"),
     (whole(), "total_steps prefill_steps decode_steps mixed_steps decode_step_index"),
     ("sums", "GENERATE_START.reason GENERATE_FINISH.reason batch_phase num_tokens_stat"),
-    # pages
+    # blocks
     ("names", "seq_ids block_ids"),
     ("ref_counts", "freed"),
     ("hash_chain", "hashes"),

@@ -4,7 +4,7 @@ The state is the fold's (`nvtrace.replay`); beside it lie the settings, what eac
 asked for, and notes on the step under way. From these follows what the scheduler must do next: the
 same rules as the engine's, written a second time on purpose, so that each checks the other.
 
-Knows what follows. Does not judge (`stream`, `startup`, `queues`, `pages` and `steps` do). What is
+Knows what follows. Does not judge (`stream`, `startup`, `queues`, `blocks` and `steps` do). What is
 kept is bounded by the engine, not by the length of the trace: an ended request is forgotten.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PHASES: tuple[ev.Phase, ...] = ("prefill", "decode", "mixed")
 POLICIES = ("prefill_first", "mixed", "static")  # whose decisions are known here
 _TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
-_PAGES = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
+_BLOCK_EVENTS = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class StepNotes:
         admitted, preempted: requests, in order.
         stop: its ADMISSION_STOP.
         schedule, prepare, run, sample, end: its main events.
-        num_computed: seq_id -> tokens that were in the pages before this step, of the batch.
+        num_computed: seq_id -> tokens that were in the blocks before this step, of the batch.
         num_scheduled: seq_id -> tokens of this step, of the batch.
         sampled: those of the batch whose next token is due.
         finished: those that ended, in order.
-        has_page_changes: did any table change?
+        has_block_changes: did any table change?
     """
 
     index: int
@@ -64,7 +64,7 @@ class StepNotes:
     num_scheduled: dict[int, int] = field(default_factory=dict)
     sampled: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    has_page_changes: bool = False
+    has_block_changes: bool = False
 
     @property
     def phase(self) -> ev.Phase:
@@ -111,8 +111,8 @@ class Ledger:
         requests: what each living request asked for.
         next_seq_id: the number that the next request gets, at least.
         outputs_due: requests that ended and whose output is not said yet.
-        evicted: pages that lost their contents and are to be taken next, with their hashes.
-        released: (seq_id, tokens computed, pages freed) of the last release.
+        evicted: blocks that lost their contents and are to be taken next, with their hashes.
+        released: (seq_id, tokens computed, blocks freed) of the last release.
         total, call: counts of the engine's life, and of the generate() under way (None: none is).
     """
 
@@ -159,7 +159,7 @@ class Ledger:
         return self.state.sequences[seq_id]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill, the last one perhaps partly."""
+        """Blocks that so many tokens fill, the last one perhaps partly."""
         return -(-num_tokens // max(self.state.block_size, 1))
 
     def slot(self, seq_id: int, position: int) -> int:
@@ -179,24 +179,24 @@ class Ledger:
         return chain[index]
 
     def cached_prefix(self, seq_id: int) -> list[int]:
-        """The published pages that a request finds at its admission. Never its last token."""
-        pages: list[int] = []
+        """The published blocks that a request finds at its admission. Never its last token."""
+        blocks: list[int] = []
         if self.init is None or not self.init.enable_prefix_caching:
-            return pages
+            return blocks
         for index in range((len(self.seq(seq_id).token_ids) - 1) // self.state.block_size):
-            page = self.state.cached_blocks.get(self.chain_hash(seq_id, index))
-            if page is None:
+            block = self.state.cached_blocks.get(self.chain_hash(seq_id, index))
+            if block is None:
                 break
-            pages.append(page)
-        return pages
+            blocks.append(block)
+        return blocks
 
     def is_prefilling(self, seq_id: int) -> bool:
         """Has a running request not computed all that it had when it was admitted?"""
         seq = self.seq(seq_id)
         return seq.num_computed_tokens < seq.num_prefill_tokens
 
-    def needs_page(self, seq_id: int) -> bool:
-        """Has the newest token of a request no page yet?"""
+    def needs_block(self, seq_id: int) -> bool:
+        """Has the newest token of a request no block yet?"""
         seq = self.seq(seq_id)
         return len(seq.token_ids) > len(seq.block_table) * self.state.block_size
 
@@ -238,8 +238,8 @@ class Ledger:
         note = self._notes.get(type(event))
         if note is not None:
             note(self, event)
-        if isinstance(event, _PAGES) and self.step is not None:
-            self.step.has_page_changes = True
+        if isinstance(event, _BLOCK_EVENTS) and self.step is not None:
+            self.step.has_block_changes = True
         self.last, self.last_id = event, event.event_id
         self.state.apply(event)
 

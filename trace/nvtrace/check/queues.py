@@ -1,6 +1,6 @@
 """Rules for requests: how they come, in which queue they stand, who goes first, and how they end.
 
-Knows statuses, limits and the order of the two queues. Does not know pages or tensors.
+Knows statuses, limits and the order of the two queues. Does not know blocks or tensors.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
         return "max_num_seqs", num_running + 1, init.max_num_seqs
     num_tokens = len(ledger.seq(seq_id).token_ids)
     prefix = ledger.cached_prefix(seq_id)
-    need = ledger.blocks_for(num_tokens) - sum(state.ref_counts[page] > 0 for page in prefix)
+    need = ledger.blocks_for(num_tokens) - sum(state.ref_counts[block] > 0 for block in prefix)
     if need > len(state.free_blocks):
         return "no_blocks", need, len(state.free_blocks)
     need = num_tokens - len(prefix) * state.block_size
@@ -243,14 +243,14 @@ def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Conflict]:
     in_need = (
         other
         for other in ledger.state.running[:-1]
-        if not ledger.is_prefilling(other) and ledger.needs_page(other)
+        if not ledger.is_prefilling(other) and ledger.needs_block(other)
     )
     expected = next(in_need, ledger.state.running[-1])
     yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", expected)
 
 
 def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
-    """Nobody gives up pages while there are free ones (an end, or an abort, is no preemption)."""
+    """Nobody gives up blocks while there are free ones (an end, or an abort, is no preemption)."""
     is_preemption = ledger.step is not None and ledger.step.schedule is None
     num_free = len(ledger.state.free_blocks)
     if is_preemption and event.step is not None and num_free:

@@ -40,7 +40,7 @@ def _prefill(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Confli
     spans = [(first, last + 1) for first, last in event.position_ranges]
     yield from flat_layout(event, spans)
     size = ledger.init.block_size
-    pieces = [  # of each span, what lies in one page: (offset, tokens)
+    pieces = [  # of each span, what lies in one block: (offset, tokens)
         (position % size, min(size - position % size, stop - position))
         for start, stop in spans
         for position in (start, *range((start // size + 1) * size, stop, size))

@@ -1,4 +1,4 @@
-"""Rules for an engine's start: its settings, the sum that ends in the number of pages, the graphs.
+"""Rules for an engine's start: its settings, the sum that ends in the number of blocks, the graphs.
 
 Knows what is said twice, and the rules by which a pool is sized. Does not know requests.
 """

@@ -152,7 +152,7 @@ def _decode_layout(ledger: Ledger, event: ev.PrepareDecodeTensors) -> Iterator[C
 
 
 def _prefill_slots(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Conflict]:
-    """Each token's K and V go to its place in its own page, one run for each page."""
+    """Each token's K and V go to its place in its own block, one run for each block."""
     if ledger.step is None:
         return
     size = ledger.state.block_size

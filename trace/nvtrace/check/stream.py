@@ -164,7 +164,7 @@ def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     if expected is None and step is not None and step.schedule is not None:
         expected = "postprocess" if isinstance(event, ev.BlocksRelease) else step.phase
     if expected is None and event.step is None:
-        expected = "postprocess"  # pages that an abort gives back
+        expected = "postprocess"  # blocks that an abort gives back
     if expected is not None:
         yield from differ("phase", event.phase, "phase_of_event", expected)
     if isinstance(event, ev.SCHEDULES) and step is not None:
@@ -230,7 +230,7 @@ def _tags(types: tuple[type, ...]) -> list[str]:
 
 
 def names(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Every request and page that an event names exists, and its lists are equally long.
+    """Every request and block that an event names exists, and its lists are equally long.
 
     Where this does not hold, no other rule can be asked.
     """
@@ -244,8 +244,8 @@ def names(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
             if len(set(named)) < len(named):
                 yield Conflict(Fact(field, named), Fact("each_once", sorted(set(named))))
     for field in ("block_ids", "freed"):
-        pages = _flat(getattr(event, field, []))
-        outside = [page for page in pages if not 0 <= page < ledger.state.num_blocks]
+        blocks = _flat(getattr(event, field, []))
+        outside = [block for block in blocks if not 0 <= block < ledger.state.num_blocks]
         if outside:
             yield Conflict(Fact(field, outside[0]), Fact("num_blocks", ledger.state.num_blocks))
     yield from _lengths(event)

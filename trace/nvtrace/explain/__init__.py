@@ -5,7 +5,7 @@
         ...  # Queued, Waited, Admitted, Prefilled, Decoded, Preempted, Ended
 
     links     what a chain is made of: facts, each with the ids of the events that prove it
-    follower  the state beside the trace, and who has which page from whom
+    follower  the state beside the trace, and who has which block from whom
     folding   links that say the same become one
     life      what one step says of a request
     request   the chain of one request

@@ -63,7 +63,7 @@ class Waited(Link, frozen=True, kw_only=True):
         head_seq_id: the head that the reason is about: itself, or who it waits behind.
         need, have: what the head needs, and what there is of it.
         whole: what it would need if the prefix cache had nothing of it; None if the cache has
-            nothing, or this is no matter of pages or tokens.
+            nothing, or this is no matter of blocks or tokens.
         num_ahead: requests before it in the queue.
         is_preempted: has it been admitted before?
     """
@@ -78,14 +78,14 @@ class Waited(Link, frozen=True, kw_only=True):
 
 
 class Admitted(Link, frozen=True, kw_only=True):
-    """It moved to the running queue, and got its pages.
+    """It moved to the running queue, and got its blocks.
 
     Attributes:
         num_tokens: tokens it has, to be computed unless the prefix cache has them.
         num_cached_tokens: of them, those that the prefix cache had.
-        num_shared_blocks: cached pages that others hold as well; `shared_with`, by whom.
-        num_revived_blocks: cached pages that nobody held any more; `left_by`, who computed them.
-        num_new_blocks: empty pages.
+        num_shared_blocks: cached blocks that others hold as well; `shared_with`, by whom.
+        num_revived_blocks: cached blocks that nobody held any more; `left_by`, who computed them.
+        num_new_blocks: empty blocks.
         is_again: was it preempted before?
     """
 
@@ -139,10 +139,10 @@ class Idled(Link, frozen=True, kw_only=True):
 
 
 class Preempted(Link, frozen=True, kw_only=True):
-    """It gave up its pages, so that another (or, if nobody else was left, the rest) could go on.
+    """It gave up its blocks, so that another (or, if nobody else was left, the rest) could go on.
 
     Attributes:
-        num_blocks_held: its pages.
+        num_blocks_held: its blocks.
         kept_by: who uses those of them that did not become free.
         is_prefilling: did it strike before all its tokens were computed?
     """

@@ -1,6 +1,6 @@
-"""Follower: the engine's state beside its trace, step by step, and where shared pages come from.
+"""Follower: the engine's state beside its trace, step by step, and where shared blocks come from.
 
-Knows when a step is over, and who holds or computed a page. Does not know what is explained with
+Knows when a step is over, and who holds or computed a block. Does not know what is explained with
 it. Forgets requests that have ended, so that a long trace is followed in little memory.
 """
 
@@ -24,7 +24,7 @@ class NotInTraceError(ValueError):
 
 @dataclass(slots=True)
 class Sources:
-    """Where the pages of one request came from when it was admitted."""
+    """Where the blocks of one request came from when it was admitted."""
 
     num_shared: int = 0
     shared_with: set[int] = field(default_factory=set)
@@ -67,7 +67,7 @@ class BlockOrigins(StepFold):
                     self.released[seq_id] = len(held), tuple(sorted(kept))
 
     def note_sources(self, event: ev.AnyEvent, seq_id: int, sources: Sources) -> None:
-        """Add what a page event, not yet applied, says of `seq_id`."""
+        """Add what a block event, not yet applied, says of `seq_id`."""
         if not isinstance(event, ev.BlocksShare | ev.BlocksRevive | ev.BlocksAllocate):
             return
         if seq_id not in event.seq_ids:
@@ -86,7 +86,7 @@ class BlockOrigins(StepFold):
                 sources.num_new += len(block_ids)
 
     def _holders(self, block_ids: set[int]) -> set[int]:
-        """Who holds any of the pages."""
+        """Who holds any of the blocks."""
         return {
             seq_id
             for seq_id in self.state.running
@@ -108,7 +108,7 @@ def rows_of(schedule: ev.Schedule) -> tuple[list[int], list[int]]:
 def whole_need(stop: ev.AdmissionStop, state: State) -> int | None:
     """What the queue's head would need if the prefix cache had nothing of it.
 
-    None if the cache has nothing of it, or if what it needs is neither pages nor tokens.
+    None if the cache has nothing of it, or if what it needs is neither blocks nor tokens.
     """
     num_tokens = len(state.sequences[stop.seq_id].token_ids)
     match stop.reason:
@@ -122,7 +122,7 @@ def whole_need(stop: ev.AdmissionStop, state: State) -> int | None:
 
 
 def given_back(event: ev.Preempt, released: tuple[int, tuple[int, ...]] | None) -> dict[str, Any]:
-    """Of a link about a preemption, what it says of pages.
+    """Of a link about a preemption, what it says of blocks.
 
     Args:
         event: the preemption.

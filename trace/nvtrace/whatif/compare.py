@@ -27,7 +27,7 @@ class RunRow:
         mode: whether its times were measured or simulated.
         num_steps, num_prefill_steps, num_decode_steps, num_mixed_steps: steps, in all and by kind;
             these and all below are None for a run that was stopped.
-        num_preemptions: how often a request gave up its pages.
+        num_preemptions: how often a request gave up its blocks.
         prefix_cache_hits: prompt tokens that the cache had at first admissions.
         mean_batch: sequences in a decode or mixed step; in any step, if there is none of these.
         num_refused: requests that were turned away; `refusals`, why.

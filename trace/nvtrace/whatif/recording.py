@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Decisions:
     """For each step a number that stands for its decision, so that two runs can be compared.
 
-    Who runs, with how much, who does not, and on which pages. What happens to pages after the
+    Who runs, with how much, who does not, and on which blocks. What happens to blocks after the
     decision is a part of the next one.
 
     Attributes:
@@ -37,7 +37,7 @@ class Decisions:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self._pages = 0
+        self._blocks = 0
 
     def take(self, event: object) -> None:
         """Take in an event, or anything else of a trace."""
@@ -47,7 +47,7 @@ class Decisions:
             case ev.ScheduleDecode():
                 self._decide(event, ())
             case ev.BlocksEvict():
-                self._pages = hash((self._pages, *event.block_ids))
+                self._blocks = hash((self._blocks, *event.block_ids))
             case (
                 ev.BlocksShare()
                 | ev.BlocksRevive()
@@ -56,12 +56,12 @@ class Decisions:
                 | ev.BlocksHash()
                 | ev.BlocksRelease()
             ):
-                pages = tuple(map(tuple, event.block_ids))
-                self._pages = hash((self._pages, ev.tag_of(event), *event.seq_ids, pages))
+                blocks = tuple(map(tuple, event.block_ids))
+                self._blocks = hash((self._blocks, ev.tag_of(event), *event.seq_ids, blocks))
 
     def _decide(self, schedule: ev.Schedule, counts: tuple[int, ...]) -> None:
         queues = (schedule.waiting_len, schedule.running_len)
-        facts = (schedule.engine_step, tuple(schedule.seq_ids), counts, queues, self._pages)
+        facts = (schedule.engine_step, tuple(schedule.seq_ids), counts, queues, self._blocks)
         self.numbers.append(hash(facts))
 
 

@@ -138,7 +138,7 @@ class Moment:
         return [sequences[seq_id] for seq_id in (*queued, *others)]
 
     def runs_as_said(self) -> Iterator[tuple[SlotRun, list[int] | None]]:
-        """Each run of `inputs`, and the slots that the trace records for it; None if it does not."""
+        """Each run of `inputs`, and the slots that the trace records for it, or None."""
         if self.inputs is None:
             return
         slots, place = said_slots(self.layout, self.inputs.num_tokens), 0

@@ -1,14 +1,13 @@
-"""Analysis: traces as pandas DataFrames, questions to them, and pictures of the answers.
+"""Analysis: traces as pandas DataFrames, analyses of them, and plots.
 
     columns                    what is in each DataFrame: names, dtypes, units, meanings
     trace                      Trace, load
       records, cells           a trace in memory, column by column
       steps, requests, blocks  the frames that are more than one event's table
-    latency, batches, kv_cache   questions: functions from DataFrames to a DataFrame
-    plots                      pictures: each takes a DataFrame and a matplotlib Axes
+    latency, batches, kv_cache   analyses: functions from DataFrames to a DataFrame
+    plots                      plots: each takes a DataFrame and a matplotlib Axes
 
-pandas is imported here and nowhere else in the house, matplotlib in `plots` alone. Names are loaded
-at their first use.
+Only this package imports pandas, and only `plots` matplotlib. Names are loaded at their first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rules for the blocks: none is lost, none is given out twice, and a shared one holds what it says.
+"""Rules for blocks: the free list, block tables, reference counts and hashes.
 
-Knows the free list, tables, reference counts and hashes. Does not know why a request gets blocks.
+No block is lost or allocated twice, and a hashed block holds the tokens of its hash.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def _from_head(ledger: Ledger, event: Take) -> Iterator[Conflict]:
 
 
 def _emptied(ledger: Ledger, event: Take) -> Iterator[Conflict]:
-    """A block that is taken holds nothing published; what was evicted is what is taken."""
+    """An allocated block is not hashed; the blocks just evicted are the ones allocated."""
     taken = [block for blocks in event.block_ids for block in blocks]
-    published = [block for block in taken if block in ledger.state.block_hashes]
-    if published:
-        yield Conflict(Fact("block_ids", published), Fact("still_published", published))
+    hashed = [block for block in taken if block in ledger.state.block_hashes]
+    if hashed:
+        yield Conflict(Fact("block_ids", hashed), Fact("still_published", hashed))
     unused = [block for block in ledger.evicted if block not in taken]
     if unused:
         yield Conflict(Fact("block_ids", taken), Fact("evicted_pages", unused))
@@ -58,7 +58,7 @@ def _evict(ledger: Ledger, event: ev.BlocksEvict) -> Iterator[Conflict]:
 
 
 def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
-    """Shared blocks are in somebody's table, revived ones in nobody's."""
+    """Shared blocks are in a block table, revived ones in none."""
     is_revived = isinstance(event, ev.BlocksRevive)
     for block in event.block_ids[-1]:
         count = ledger.state.ref_counts[block]
@@ -68,7 +68,7 @@ def _ref_count_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
 
 
 def _hash_of_reused(ledger: Ledger, event: Reuse) -> Iterator[Conflict]:
-    """A block found in the cache holds the very tokens of its place in the new table."""
+    """A block found in the cache holds the tokens of its place in the new table."""
     yield from _caching(ledger, event)
     for seq_id, blocks in zip(event.seq_ids, event.block_ids, strict=True):
         seq = ledger.seq(seq_id)
@@ -86,7 +86,7 @@ def _caching(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
 
 
 def _whole_prefix(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator[Conflict]:
-    """Whatever the cache has of a prompt is used before a new block is taken."""
+    """All cached blocks of a prompt are used before a new block is allocated."""
     seq_id = event.seq_ids[0]
     index = len(ledger.seq(seq_id).block_table)
     if ledger.init is None or not ledger.init.enable_prefix_caching:
@@ -106,7 +106,7 @@ def _table_after_admission(ledger: Ledger, event: ev.BlocksAllocate) -> Iterator
 
 
 def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Conflict]:
-    """One block for each, in the running queue's order, only where the newest token has none."""
+    """One block each, in the running queue's order, only if the newest token has none."""
     need = [
         seq_id
         for seq_id in ledger.state.running
@@ -118,7 +118,7 @@ def _appended(ledger: Ledger, event: ev.BlocksAppend) -> Iterator[Conflict]:
 
 
 def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Conflict]:
-    """Everybody in the batch holds exactly the blocks of all its tokens."""
+    """Each request of the batch has exactly the blocks for its tokens."""
     if ledger.step is None:
         return
     for seq_id in ledger.step.num_scheduled:
@@ -130,8 +130,8 @@ def _tables(ledger: Ledger, _event: ev.Event) -> Iterator[Conflict]:
             return
 
 
-def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Conflict]:
-    """A block is published under the hash of its tokens, once they are all computed."""
+def _hashed(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Conflict]:
+    """A block is hashed when all its tokens are computed, by these tokens."""
     yield from _caching(ledger, event)
     size = ledger.state.block_size
     for seq_id, blocks, hashes in zip(event.seq_ids, event.block_ids, event.hashes, strict=True):
@@ -154,8 +154,8 @@ def _published(ledger: Ledger, event: ev.BlocksHash) -> Iterator[Conflict]:
                 yield Conflict(Fact("hashes", recorded), Fact("already_published", block))
 
 
-def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
-    """What became full in this step can be found in the cache."""
+def _all_hashed(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
+    """The blocks that became full in this step are in the cache."""
     step, size = ledger.step, ledger.state.block_size
     if step is None or ledger.init is None or not ledger.init.enable_prefix_caching:
         return
@@ -170,7 +170,7 @@ def _all_published(ledger: Ledger, _event: ev.StepEnd) -> Iterator[Conflict]:
 
 
 def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
-    """Free are the released blocks that nobody else holds."""
+    """The released blocks that no other request holds become free."""
     counts = ledger.state.ref_counts
     for seq_id, blocks, freed in zip(event.seq_ids, event.block_ids, event.freed, strict=True):
         table = ledger.seq(seq_id).block_table
@@ -180,14 +180,14 @@ def _freed(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
 
 
 def _held(state: State) -> Counter[int]:
-    """For each block that is in a table, in how many."""
+    """The number of block tables of each block that is in one."""
     return Counter(
         chain.from_iterable(state.sequences[seq_id].block_table for seq_id in state.running)
     )
 
 
 def _conserved(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Every block is in a table or in the free list; its count is the number of its tables."""
+    """Every block is in a block table or in the free list, and not in both."""
     if isinstance(event, ev.StepEnd) and not (ledger.step and ledger.step.has_block_changes):
         return
     state = ledger.state
@@ -226,9 +226,9 @@ RULES = (
     Rule("eviction", "before", (ev.BlocksEvict,), _evict),
     Rule("ref_counts", "before", _REUSES, _ref_count_of_reused),
     Rule("hash_chain", "before", _REUSES, _hash_of_reused),
-    Rule("hash_chain", "before", (ev.BlocksHash,), _published),
+    Rule("hash_chain", "before", (ev.BlocksHash,), _hashed),
     Rule("cache_use", "before", (ev.BlocksAllocate,), _whole_prefix),
-    Rule("cache_use", "after", (ev.StepEnd,), _all_published),
+    Rule("cache_use", "after", (ev.StepEnd,), _all_hashed),
     Rule("table_length", "after", (ev.BlocksAllocate,), _table_after_admission),
     Rule("table_length", "before", (ev.BlocksAppend,), _appended),
     Rule("table_length", "after", ev.SCHEDULES, _tables),

@@ -1,7 +1,4 @@
-"""Rules for requests: how they come, in which queue they stand, who goes first, and how they end.
-
-Knows statuses, limits and the order of the two queues. Does not know blocks or tensors.
-"""
+"""Rules for requests: arrival, statuses, limits, the order of the two queues, and ends."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _LEGAL = {
 }
 
 
-# -- coming ----------------------------------------------------------------------------------------
+# -- arrival ---------------------------------------------------------------------------------------
 
 
 def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Conflict]:
@@ -51,7 +48,7 @@ def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Conflict]:
 
 
 def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Conflict]:
-    """The model has every one of these tokens."""
+    """Each token is in the model's vocabulary."""
     most = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
     outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
     if outside:
@@ -90,7 +87,7 @@ def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Itera
 
 
 def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Conflict]:
-    """After any move: in the queue of its status, once, and in no other."""
+    """A request is once in the queue of its status, and not in the other."""
     waiting = ledger.state.waiting.count(event.seq_id)
     running = ledger.state.running.count(event.seq_id)
     status = "WAITING" if isinstance(event, ev.RequestEnqueue) else event.status
@@ -156,7 +153,7 @@ def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]
 
 
 def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
-    """There was a place, and budget for all of it, or it was the one that may be cut."""
+    """There was room for it, and budget for its tokens, unless it may compute a chunk."""
     if event.reason != "admitted" or ledger.init is None:
         return
     seq, running = ledger.seq(event.seq_id), ledger.state.running
@@ -164,7 +161,7 @@ def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
         most = ledger.init.max_num_seqs
         yield Conflict(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
     if ledger.init.policy not in POLICIES:
-        return  # what it has given to whom, and whether it cuts, is its own business
+        return  # another policy has its own rules for that
     need = len(seq.token_ids) - seq.num_computed_tokens
     left, may_cut = _budget(ledger)
     if need > left and not may_cut:
@@ -183,7 +180,7 @@ def _budget(ledger: Ledger) -> tuple[int, bool]:
 
 
 def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Conflict]:
-    """The head waits for the first of the limits that it meets, and that limit is met."""
+    """The waiting queue's head is stopped by the first limit that it does not fit in."""
     yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
     if ledger.step is not None and ledger.step.stop is not None:
         yield Conflict(
@@ -198,7 +195,7 @@ def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Conflict]:
 
 
 def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
-    """Why a waiting request cannot be admitted now, its need and what there is; None if it can."""
+    """Why a waiting request cannot be admitted, what it needs, what there is; None if it can."""
     init, state = ledger.init, ledger.state
     if init is None:
         return None
@@ -221,12 +218,12 @@ def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
     return None
 
 
-def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Whoever still waits was told why: nobody can be admitted, unless it was just preempted."""
+def _stop_recorded(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
+    """There is an ADMISSION_STOP if requests wait that were not preempted in this step."""
     step, init = ledger.step, ledger.init
     if step is None or init is None:
         return
-    comes_back = init.policy == "mixed"  # the preempted are asked again in the same step
+    comes_back = init.policy == "mixed"  # it may admit a preempted request again in the same step
     waiting = [s for s in ledger.state.waiting if comes_back or s not in step.preempted]
     if waiting and step.stop is None:
         yield Conflict(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
@@ -250,18 +247,18 @@ def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Conflict]:
 
 
 def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
-    """Nobody gives up blocks while there are free ones (an end, or an abort, is no preemption)."""
+    """No request is preempted while there are free blocks."""
     is_preemption = ledger.step is not None and ledger.step.schedule is None
     num_free = len(ledger.state.free_blocks)
     if is_preemption and event.step is not None and num_free:
         yield Conflict(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
 
 
-# -- leaving ---------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def _reason_to_end(ledger: Ledger, seq_id: int) -> str | None:
-    """Why a request that has just got a token ends, as far as a trace can tell."""
+    """Why a request ends with its last token, as far as a trace can show."""
     request, seq = ledger.requests[seq_id], ledger.seq(seq_id)
     token_id = seq.token_ids[-1]
     eos_token_ids = ledger.ready.eos_token_ids if ledger.ready else []
@@ -287,7 +284,7 @@ def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
 
 
 def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
-    """Nobody goes on past its end; and the ended are told in the order of the batch."""
+    """Each request that must end ends; `finished` has the order of the batch."""
     step = ledger.step
     if step is None:
         return
@@ -316,9 +313,9 @@ def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Conflict]:
 
 
 def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Conflict]:
-    """A reset ends everybody, each with the tokens that it had (the newest may not be appended)."""
+    """A reset ends all requests, each with its tokens (the newest may not be appended)."""
     living = sorted({*ledger.state.waiting, *ledger.state.running, *ledger.outputs_due})
-    # A request may be ended whose arrival was cut off; and one whose output was said just before.
+    # It may end a request whose arrival was interrupted, or whose output was just recorded.
     missing = [seq_id for seq_id in living if seq_id not in event.seq_ids]
     if missing:
         yield Conflict(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
@@ -353,7 +350,7 @@ RULES = (
     Rule("head_first", "before", (ev.StateTransition,), _head_first),
     Rule("budgets", "before", (ev.StateTransition,), _admitted),
     Rule("admission_stop", "before", (ev.AdmissionStop,), _stop),
-    Rule("admission_stop", "after", ev.SCHEDULES, _nobody_forgotten),
+    Rule("admission_stop", "after", ev.SCHEDULES, _stop_recorded),
     Rule("youngest_first", "before", (ev.Preempt,), _youngest),
     Rule("youngest_first", "before", (ev.BlocksRelease,), _last_resort),
     Rule("ends", "before", (ev.StateTransition,), _end),

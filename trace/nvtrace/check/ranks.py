@@ -1,9 +1,7 @@
-"""Rules for the trace of a rank that an engine started: what it was given, and how it ran.
+"""Rules for the trace of a rank that does not schedule: the layout of each batch, and its run.
 
-Such a rank hears of no request: rank 0's trace holds the decisions. But each of its steps is a
-layout and a run, and both say the same of one batch.
-
-Knows lengths and places by themselves. Does not know whose they are (`steps.py`, of an engine).
+Requests and schedules are in rank 0's trace only. Each step here is a layout and a run, and both
+must record the same batch.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _steps(ledger: Ledger, event: ev.Layout | ev.Run) -> Iterator[Conflict]:
-    """A layout begins a later step, and its run follows it."""
+    """Each layout begins a new step, and its run comes next."""
     if ledger.is_whole:
         return
     last, before = ledger.last, (ledger.last and ledger.last.step) or 0
@@ -76,7 +74,7 @@ def _in_pool(ledger: Ledger, field: str, slots: list[int]) -> Iterator[Conflict]
 
 
 def _run(ledger: Ledger, event: ev.Run) -> Iterator[Conflict]:
-    """It ran what was laid out: a prefill kernel by kernel, a decode as the start has said."""
+    """It ran the batch of the layout: a prefill eagerly, a decode by a graph if there are any."""
     last, expected = ledger.last, None
     if ledger.is_whole:
         return

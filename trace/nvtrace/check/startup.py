@@ -1,7 +1,4 @@
-"""Rules for an engine's start: its settings, the sum that ends in the number of blocks, the graphs.
-
-Knows what is said twice, and the rules by which a pool is sized. Does not know requests.
-"""
+"""Rules for an engine's start: its settings, the size of the KV cache, the CUDA graphs."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ _ORDER = (
     *("KV_BUDGET_ESTIMATE", "CUDAGRAPH_CAPTURE", "CUDAGRAPH_SKIP", "ENGINE_READY"),
 )
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_CLOCK_STEP = timedelta(microseconds=2)  # what is lost where nanoseconds are written as a date
+_CLOCK_STEP = timedelta(microseconds=2)  # a date has fewer digits than nanoseconds
 
 
 def header(header: Header) -> Iterator[Conflict]:
-    """What the header says twice, and what its model and settings say of one another."""
+    """The header's values agree, within it and between model and settings."""
     config, model, size = header.config, header.model, header.world_size
     if header.rank >= size:
         yield Conflict(Fact("rank", header.rank), Fact("at_most", size - 1))
@@ -54,7 +51,7 @@ def header(header: Header) -> Iterator[Conflict]:
 
 
 def _created(header: Header) -> Iterator[Conflict]:
-    """The date is that of the clock's beginning; a simulated clock has none."""
+    """The date is that of ts_ns = 0; a simulated clock has none."""
     anchor = header.clock.get("anchor_unix_ns")
     try:
         created = datetime.fromisoformat(header.created)
@@ -114,11 +111,11 @@ def _weights(ledger: Ledger, event: ev.ModelWeightsLoaded) -> Iterator[Conflict]
 
 
 def _duration(ledger: Ledger, event: ev.ModelWeightsLoaded | ev.EngineReady) -> Iterator[Conflict]:
-    """The parts of a start fit between its events, and the whole is not shorter than they are."""
+    """The parts of a start fit between its events, and the whole is at least their sum."""
     if ledger.init is None or ledger.last is None:
         return
     least, most = 0, event.ts_ns - ledger.init.ts_ns - ledger.start_ns
-    if isinstance(event, ev.EngineReady):  # it began before its first event was said
+    if isinstance(event, ev.EngineReady):  # the start began before its first event
         least, most = ledger.last.ts_ns - ledger.init.ts_ns, event.ts_ns
     if not least <= event.duration_ns <= most:
         yield Conflict(Fact("duration_ns", event.duration_ns), Fact("time_from_to", [least, most]))
@@ -137,7 +134,7 @@ def _warmup(ledger: Ledger, event: ev.WarmupModel) -> Iterator[Conflict]:
         yield from _on_gpu(ledger, event)
 
 
-def _page_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Conflict]:
+def _block_bytes(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Conflict]:
     product = 2 * event.num_layers * event.block_size * event.num_kv_heads
     product *= event.head_dim * event.dtype_bytes
     yield from differ("block_bytes", event.block_bytes, "page_product", product)
@@ -261,7 +258,7 @@ def _ready(ledger: Ledger, event: ev.EngineReady) -> Iterator[Conflict]:
 
 
 def _order(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Each once, in order; and where a runner tells of its start, it tells all of it."""
+    """Each event of the start comes once, in order; if one of them is there, all are."""
     tag = ev.tag_of(event)
     place = _ORDER.index(tag)
     for other in ledger.started:
@@ -297,7 +294,7 @@ RULES = (
     Rule("settings", "before", (ev.ModelWeightsLoaded,), _weights),
     Rule("settings", "before", (ev.WarmupModel,), _warmup),
     Rule("settings", "before", (ev.CudagraphSkip,), _no_graphs),
-    Rule("pool_size", "before", (ev.KvBudgetEstimate,), _page_size),
+    Rule("pool_size", "before", (ev.KvBudgetEstimate,), _block_bytes),
     Rule("pool_size", "before", (ev.KvBudgetEstimate,), _pool_size),
     Rule("pool_size", "before", (ev.EngineReady,), _ready),
     Rule("times", "before", _TIMED, _duration),

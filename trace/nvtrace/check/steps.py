@@ -1,7 +1,4 @@
-"""Rules for a step: who is in it, how much each computes, where it goes, what it adds up to.
-
-Knows budgets, layouts and sums. Does not know why a request runs (`queues.py`).
-"""
+"""Rules for a step: its batch, budget, layout, slots, run, sums and times."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _batch(ledger: Ledger, event: ev.Schedule) -> Iterator[Conflict]:
-    """Decodes in the running queue's order, then prompts; who is left out is out of budget."""
+    """Decodes in the running queue's order, then prompts; only the budget leaves requests out."""
     if ledger.init is None or ledger.step is None:
         return
     policy = ledger.init.policy
@@ -76,7 +73,7 @@ def _budget(ledger: Ledger, event: ev.Schedule) -> Iterator[Conflict]:
 
 
 def _covered_once(ledger: Ledger, event: Lengths) -> Iterator[Conflict]:
-    """Each prompt goes on where it was left: no token twice, none left out."""
+    """Each prompt continues where it stopped: no token twice, none left out."""
     for seq_id, computed, cached in zip(
         event.seq_ids, event.num_computed_tokens, event.num_cached_tokens, strict=True
     ):
@@ -120,7 +117,7 @@ def _flat_layout(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Co
 def flat_layout(
     event: ev.PreparePrefillTensors, spans: list[tuple[int, int]]
 ) -> Iterator[Conflict]:
-    """The tensors are those of sequences that compute these [start, stop) of positions."""
+    """The tensors are those of sequences that compute these [start, stop) positions."""
     lengths = [stop - start for start, stop in spans]
     contexts = [stop for _, stop in spans]
     has_context = any(start for start, _ in spans)
@@ -152,7 +149,7 @@ def _decode_layout(ledger: Ledger, event: ev.PrepareDecodeTensors) -> Iterator[C
 
 
 def _prefill_slots(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Conflict]:
-    """Each token's K and V go to its place in its own block, one run for each block."""
+    """Each token's K and V go to its slot in its own block; one range for each block."""
     if ledger.step is None:
         return
     size = ledger.state.block_size
@@ -216,9 +213,9 @@ def _smallest(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Conflict]:
 
 
 def _ahead(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Conflict]:
-    """A step that was launched early is the step before without those that ended.
+    """A step that was run ahead has the batch of the step before, without the ended requests.
 
-    Its graph is that step's: what ended unforeseen has left its rows as padding.
+    It has the same graph: rows of requests that ended are padding.
     """
     step, before = ledger.step, ledger.step_before
     if not event.is_ahead or step is None:
@@ -243,7 +240,7 @@ def _ahead(ledger: Ledger, event: ev.CudagraphReplay) -> Iterator[Conflict]:
 
 
 def _sampled(ledger: Ledger, event: ev.SampleTokens) -> Iterator[Conflict]:
-    """One token for each whose last known token was computed, at its own temperature."""
+    """One token for each request whose last token was computed, at its own temperature."""
     if ledger.step is None:
         return
     yield from differ("seq_ids", event.seq_ids, "wholly_computed", ledger.step.sampled)
@@ -276,7 +273,7 @@ def _parts_of_time(_ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
 
 
 def _gpu_time(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
-    """A GPU's time is a GPU's; its work began within the step before, at the earliest."""
+    """Only a GPU has GPU time; its work began in the step before at the earliest."""
     if event.gpu_ns is None or ledger.step is None or ledger.init is None:
         return
     if ledger.init.device == "cpu":
@@ -299,7 +296,7 @@ def _times_between(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
         ("sample_ns", sample - run),
     ):
         yield from differ(field, getattr(event, field), "time_between_events", expected)
-    # A step begins between two events, and is over between two: its last one is said after it.
+    # A step begins and ends between two events: its STEP_END is recorded after it.
     last = ledger.last.ts_ns if ledger.last else sample
     for field, least, most in (
         ("schedule_ns", schedule - step.first.ts_ns, schedule - step.before_ns),
@@ -311,7 +308,7 @@ def _times_between(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
 
 
 def _call(ledger: Ledger, event: ev.GenerateFinish) -> Iterator[Conflict]:
-    """The steps of a call, by kind; one output for each prompt; nobody is left."""
+    """The steps of a call, by phase; one output for each prompt; no request is left."""
     call = ledger.call
     if call is None:
         yield Conflict(Fact("event", ev.tag_of(event)), Fact("must_precede", ["GENERATE_START"]))
@@ -320,7 +317,7 @@ def _call(ledger: Ledger, event: ev.GenerateFinish) -> Iterator[Conflict]:
         field = f"{phase}_steps"
         yield from differ(field, getattr(event, field), "steps_of_call", call.steps[phase])
     yield from differ("total_steps", event.total_steps, "sum", sum(call.steps.values()))
-    # A refused prompt has an output too; a request that is refused while others run has none.
+    # A refused prompt has an output too; a request refused while others run has none.
     num_outputs = call.num_outputs + call.num_refused_prompts
     yield from differ("n_outputs", event.n_outputs, "num_outputs", num_outputs)
     unfinished = [*ledger.state.waiting, *ledger.state.running]

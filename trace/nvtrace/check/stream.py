@@ -1,7 +1,4 @@
-"""Rules for the stream of events as such: numbers, times, steps, phases, names, and their order.
-
-Knows what may come after what. Does not know whether it is right.
-"""
+"""Rules for the order of events: numbers, times, steps, phases, names, and what follows what."""
 
 from __future__ import annotations
 
@@ -76,15 +73,15 @@ _NEED_AN_ENGINE = (*_BETWEEN_STEPS[8:], *_SCHEDULING, *ev.SCHEDULES)
 
 
 def _count(ledger: Ledger, record: Footer) -> Iterator[Conflict]:
-    """The last line's number and count are those of the events before it."""
+    """The footer's event_id and count are those of the events before it."""
     yield from differ("event_id", record.event_id, "next_event_id", ledger.last_id + 1)
     yield from differ("num_events", record.num_events, "last_event_id", ledger.last_id)
 
 
 def _exit(ledger: Ledger, record: Footer) -> Iterator[Conflict]:
-    """A run that is "ok" left nothing half done; one that is not had an exception.
+    """A run that is "ok" finished its steps and outputs; any other had an exception.
 
-    Whoever calls step() may stop while requests are unfinished. A generate() ends them all.
+    A caller of step() may stop while requests are unfinished. A generate() ends them all.
     """
     recorded = Fact("exit", record.exit)
     unfinished = [*ledger.state.waiting, *ledger.state.running]
@@ -98,11 +95,9 @@ def _exit(ledger: Ledger, record: Footer) -> Iterator[Conflict]:
             yield Conflict(recorded, Fact("unfinished", left))
         elif ledger.step is not None:
             yield Conflict(recorded, Fact("step_under_way", ledger.step.index))
-    if record.exit not in {"error", "interrupted"}:  # whoever says another word knows what it means
+    if record.exit not in {"error", "interrupted"}:  # an unknown word is not checked
         return
-    is_started = ledger.ready is not None or isinstance(
-        ledger.last, ev.RUNS
-    )  # (a rank's own trace)
+    is_started = ledger.ready is not None or isinstance(ledger.last, ev.RUNS)  # (a rank above 0)
     is_refused = isinstance(ledger.last, ev.RequestRefused)  # which raises
     is_simulated = ledger.header is not None and ledger.header.mode == "simulated"  # it may stop
     is_explained = ledger.has_failed or is_refused or not is_started or is_simulated or unfinished
@@ -125,7 +120,7 @@ def _step_numbers(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
         return
     under_way = None if ledger.step is None else ledger.step.index
     coming = ledger.last_step + 1
-    if ledger.is_reset and event.step is not None:  # it may have struck before anything was said
+    if ledger.is_reset and event.step is not None:  # the error may have come before the first event
         coming = max(coming, event.step)
     if isinstance(event, ev.EngineReset) and isinstance(ledger.last, ev.EngineError):
         allowed = [ledger.last.step]
@@ -151,7 +146,7 @@ def _unless(event: ev.Event, under_way: int | None) -> object:
 
 
 def _is_abort(ledger: Ledger) -> bool:
-    """Was the event before a part of an abort between two steps?"""
+    """Was the event before part of an abort between two steps?"""
     last = ledger.last
     return isinstance(last, ev.RequestAbort) or (
         isinstance(last, ev.BlocksRelease) and last.step is None
@@ -173,7 +168,7 @@ def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
 
 
 def _phase(event: ev.Event) -> ev.Phase | None:
-    """The phase of such an event; None if it is that of the step's batch."""
+    """The phase of an event; None if it is that of the step's batch."""
     match event:
         case ev.BlocksEvict(reason="cache_reset"):
             return "ingress"
@@ -184,7 +179,7 @@ def _phase(event: ev.Event) -> ev.Phase | None:
 
 def _order(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     tag, last = Fact("event", ev.tag_of(event)), ledger.last
-    is_failure = isinstance(event, ev.EngineError)  # it may come anywhere, but not twice
+    is_failure = isinstance(event, ev.EngineError)  # it may come anywhere, but only once
     if not ledger.is_whole or (is_failure and not isinstance(last, ev.EngineError)):
         return
     after = () if last is None or _is_cache_reset(last) else _NEXT.get(type(last), ())
@@ -213,7 +208,7 @@ def _order_in_step(ledger: Ledger, event: ev.Event, tag: Fact) -> Iterator[Confl
 
 
 def _missing(ledger: Ledger) -> list[str]:
-    """What a step must have said before its end, and has not."""
+    """The events that are missing before a step's end."""
     step = ledger.step
     if step is None or step.run is None:
         return [ev.tag_of(ev.RunEager)]
@@ -230,9 +225,9 @@ def _tags(types: tuple[type, ...]) -> list[str]:
 
 
 def names(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
-    """Every request and block that an event names exists, and its lists are equally long.
+    """Every request and block that an event names exists, and its lists have the same length.
 
-    Where this does not hold, no other rule can be asked.
+    If not, most other rules cannot be applied.
     """
     if not isinstance(event, ev.RequestEnqueue | ev.EngineReset):
         for field in ("seq_id", "for_seq_id", "seq_ids", "finished"):

@@ -1,10 +1,9 @@
-"""Life: what a step said of one request, turned into links.
+"""Life: the links of one request, step by step.
 
     RequestStep         the events of a step that are about the request
     ChainBuilder   RequestStep -> links, and the little that one step must know of those before
 
-Knows what each event means for the request. Does not know the rest of the trace (`request.py`), or
-which links say the same (`folding.py`).
+`request.py` reads the trace, and `folding.py` joins links that are alike.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestStep:
-    """What one step said of the request.
+    """The events of one step about the request.
 
     Attributes:
-        seq_id, step: which request, which step.
-        end_ns: when the step ended, or its last event so far.
-        place: requests before it in the waiting queue when the head was stopped.
-        whole: what the head would need without the prefix cache.
-        released: as `BlockOrigins` has it, when it was preempted.
-        ending: what ended it; the last word, if an error came after its own end.
+        seq_id, step: the request and the step.
+        end_ns: the time of the step's last event so far.
+        place: number of requests before it in the waiting queue at the ADMISSION_STOP.
+        whole: what the queue's head would need without the prefix cache.
+        released: its entry in `BlockOrigins.released` when it was preempted.
+        ending: the event that ended it; the reset, if an error came after its own end.
     """
 
     seq_id: int
@@ -58,12 +57,12 @@ class RequestStep:
 
     @property
     def is_broken(self) -> bool:
-        """Did it come to no decision, or to no end?"""
+        """Did the step fail, before or after its schedule?"""
         was_reset = isinstance(self.ending, ev.EngineReset)
         return self.schedule is None or self.error is not None or was_reset
 
     def note(self, event: ev.AnyEvent, fold: BlockOrigins) -> None:
-        """Take in one event, which `fold` has taken in already."""
+        """Take in an event of the step, after `fold` has applied it."""
         self.end_ns = event.ts_ns
         match event:
             case ev.AdmissionStop() if self.seq_id in fold.state.waiting:
@@ -86,15 +85,15 @@ class RequestStep:
 
 
 class ChainBuilder:
-    """Tells a request's life, one step after the other.
+    """Builds a request's chain of links, step by step.
 
     Args:
-        arrival: how it came.
+        arrival: the request's REQUEST_ENQUEUE.
         step: the step before; 0 if there was none.
     """
 
     def __init__(self, arrival: ev.RequestEnqueue, step: int) -> None:
-        self._mark_ns = arrival.ts_ns  # its time is accounted for up to here
+        self._mark_ns = arrival.ts_ns  # a link accounts for its time up to here
         self._num_computed = 0
         self._num_ever_computed = 0  # the most of its tokens that were computed at any time
         self._num_to_prefill = 0
@@ -109,11 +108,11 @@ class ChainBuilder:
         )
 
     def step(self, facts: RequestStep, fold: BlockOrigins) -> Iterator[links.AnyLife]:
-        """What it did in a step: moments first, then what the step is accounted to, then its end.
+        """The links of a step: its events, then the link that accounts for its time, then the end.
 
         Args:
-            facts: what the step recorded of the request.
-            fold: after the step.
+            facts: the events of the step about the request.
+            fold: the fold, after the step.
         """
         sequence = fold.state.sequences[facts.seq_id]
         if facts.preempt is not None:
@@ -132,7 +131,7 @@ class ChainBuilder:
         *,
         is_between: bool,
     ) -> links.Ended:
-        """Its end; one between two steps accounts for the time since the step before."""
+        """The link of its end; between two steps it accounts for the time since the last step."""
         reason, token_id = "aborted", None
         num_tokens, max_tokens = sequence.num_completion_tokens, sequence.max_tokens
         if isinstance(event, ev.StateTransition):
@@ -151,7 +150,7 @@ class ChainBuilder:
         )
 
     def unended(self, last: ev.Event, step: int, sequence: SequenceState) -> links.Unended:
-        """The trace ends before it."""
+        """The link for a request that has not ended when the trace ends."""
         return links.Unended(
             first_step=step,
             last_step=step,
@@ -162,7 +161,7 @@ class ChainBuilder:
             max_tokens=sequence.max_tokens,
         )
 
-    # -- moments ---------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
     def _preempted(self, facts: RequestStep, event: ev.Preempt) -> links.Preempted:
         self._is_preempted, self._num_computed = True, 0
@@ -198,10 +197,10 @@ class ChainBuilder:
             is_again=self._is_preempted,
         )
 
-    # -- what a step is accounted to -------------------------------------------------------------
+    # -- the link that accounts for a step --------------------------------------------------------
 
     def _activity(self, facts: RequestStep, sequence: SequenceState) -> Iterator[links.AnyLife]:
-        """What it did, or why it did nothing; silent if it was preempted, which says it all."""
+        """What it computed, or why it did not; nothing if it was preempted, which has a link."""
         schedule = facts.schedule
         if schedule is None or facts.is_broken:
             error = None if facts.error is None else facts.error.error_type
@@ -256,10 +255,10 @@ class ChainBuilder:
         self._num_computed = num_computed
         self._num_ever_computed = max(self._num_ever_computed, num_computed)
 
-    # -- places in time --------------------------------------------------------------------------
+    # -- steps and times of a link ----------------------------------------------------------------
 
     def _span(self, facts: RequestStep, proof: ev.Event | None) -> dict[str, Any]:
-        """A step of its life: it accounts for the time since the last thing that did."""
+        """The common fields of a link that accounts for the time since the last such link."""
         num_ns = self._time_until(facts.end_ns)
         return _moment(facts, proof) | {"num_steps": 1, "time_ns": num_ns}
 
@@ -271,6 +270,6 @@ class ChainBuilder:
 def _moment(
     facts: RequestStep, proof: ev.Event | None, others: list[int] | None = None
 ) -> dict[str, Any]:
-    """Where a link stands, and its proof."""
+    """The common fields of a link: its step, and the events that prove it."""
     event_ids = [*(others or []), *([] if proof is None else [proof.event_id])]
     return {"first_step": facts.step, "last_step": facts.step, "event_ids": tuple(event_ids)}

@@ -10,7 +10,7 @@ The folders are Hive's partitions: run and rank are columns that come from the p
 again replaces its files and touches no other run's. Lists stay lists; what has no fixed shape
 (`TRACE_HEADER.config`) is JSON.
 
-Knows pyarrow, which is loaded at the first use. Does not know what is in the tables (`tables.py`).
+pyarrow is loaded at the first use.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Part:
 
     Args:
         arrow: the module pyarrow.
-        file: to write to. No name of a data file: whoever queries passes over it.
+        file: the draft to write to; its name is not that of a data file, so queries skip it.
         table: the name of its table.
     """
 

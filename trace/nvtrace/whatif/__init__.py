@@ -1,16 +1,14 @@
-"""What if: a recorded workload once more, under other settings, without a model.
+"""What if: run a recorded workload again with other settings, without a model.
 
-    recording = read_recording(read_trace("trace.jsonl"))
-    settings = recording.settings.changed({"policy": "mixed"})
-    outcome = rerun(recording, settings, recording.step_times())
+recording = read_recording(read_trace("trace.jsonl"))
+settings = recording.settings.changed({"policy": "mixed"})
+outcome = rerun(recording, settings, recording.step_times())
 
-    recording.py   a trace -> who came when, and what each was answered
-    settings.py    what can be changed, and to what
-    rerun.py       the engine's own Scheduler and BlockManager, with the recorded tokens fed back
-    recorder.py    the recorder of such a run: it reads a simulated clock
-    compare.py     several runs -> the rows of one table
-
-Knows nothing itself.
+recording.py   a trace -> arrivals, aborts, generated tokens, step times
+settings.py    the settings that can be changed, and their values
+rerun.py       the engine's own Scheduler and BlockManager, with the recorded tokens
+recorder.py    the recorder of such a run, with a simulated clock
+compare.py     several runs -> the rows of one table
 """
 
 from nvtrace.whatif.compare import RunRow, recorded_row, simulated_row

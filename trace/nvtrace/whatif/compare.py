@@ -1,7 +1,6 @@
-"""Rows: what came of several runs, side by side.
+"""Rows: the figures of several runs, side by side.
 
-Knows which numbers of a run answer the question "and if?". Does not know tables or words. A
-recorded run's times were measured; a re-run's are simulated, and None where nobody knows them.
+A recorded run's times are measured; a re-run's are simulated, and None where they are unknown.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ class RunRow:
         name: "recorded", "unchanged", or the settings that are not as recorded.
         mode: whether its times were measured or simulated.
         num_steps, num_prefill_steps, num_decode_steps, num_mixed_steps: steps, in all and by kind;
-            these and all below are None for a run that was stopped.
-        num_preemptions: how often a request gave up its blocks.
+            these and the next are None for a run that was stopped.
+        num_preemptions: how often a request was preempted.
         prefix_cache_hits: prompt tokens that the cache had at first admissions.
         mean_batch: sequences in a decode or mixed step; in any step, if there is none of these.
-        num_refused: requests that were turned away; `refusals`, why.
+        num_refused: requests that were refused; `refusals`: why.
         num_generation_tokens: tokens generated.
         duration_ns: from the first arrival to the end of the last step.
         ttft_p50_ns, ttft_p95_ns: time to first token.
         output_throughput: generated tokens per second.
-        num_untimed: steps whose time nobody knows; if there is one, all times are None.
-        beyond: why.
-        num_left_out: refused requests that might be taken here; their prompts were not recorded.
+        num_untimed: steps whose time is unknown; if there are any, all times are None.
+        beyond: why they are unknown.
+        num_left_out: requests left out: their prompts are not in the trace, since they were refused.
     """
 
     name: str

@@ -186,7 +186,7 @@ def _of_the_unchanged(comparison: Comparison, catalog: Catalog) -> tuple[str, st
 def _of_row(row: RunRow, name: str, catalog: Catalog) -> Iterator[str]:
     if row.beyond:
         key = "whatif_stopped" if row.num_steps is None else "whatif_untimed"
-        why = "; ".join(_why(beyond, catalog) for beyond in row.beyond)
+        why = catalog.ui("note_separator").join(_why(beyond, catalog) for beyond in row.beyond)
         yield catalog.ui(key, run=name, count=count(row.num_untimed), why=why)
     if row.num_refused:
         why = why_refused(row.refusals, catalog)

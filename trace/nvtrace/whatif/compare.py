@@ -36,7 +36,7 @@ class RunRow:
         output_throughput: generated tokens per second.
         num_untimed: steps whose time is unknown; if there are any, all times are None.
         beyond: why they are unknown.
-        num_left_out: requests left out: their prompts are not in the trace, since they were refused.
+        num_left_out: requests left out: they were refused, so their prompts are not in the trace.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""nanovllm: an LLM inference engine to read in an afternoon.
+"""nanovllm: an LLM inference engine that can be read in an afternoon.
 
-`LLM` and `SamplingParams` are the public face; an `Observer` is told what the engine does.
-Importing the package loads no torch: that happens with the first use of `LLM`.
+`LLM` and `SamplingParams` are the public API; the engine reports what it does to an `Observer`.
+Importing the package does not load torch: that happens at the first use of `LLM`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.observer import Observer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -23,7 +23,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            with callers_world_kept():
+            with keep_global_state():
                 from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM

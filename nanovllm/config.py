@@ -1,7 +1,6 @@
 """Config: the engine's settings, checked, with every "auto" resolved.
 
-Knows what a user may set and the rule behind each default. Of the checkpoint's shape
-(`utils/model_config.py`) it knows only what these rules need. Names are vLLM's and nano-vllm's.
+Contains what a user may set, and the rule for each default. The names are vLLM's and nano-vllm's.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ class Config:
 
     Attributes:
         model: folder of a Qwen3 checkpoint.
-        max_num_batched_tokens: tokens computed in one step, at most.
-        max_num_seqs: sequences running at once, at most.
-        max_model_len: length of prompt and completion together, at most; as many as the model has
-            positions for (`ModelConfig.max_position_embeddings`) if that is less.
-        gpu_memory_utilization: the share of the device's memory that may be in use once the engine
-            has its KV cache; what other programs use counts as well.
-        tensor_parallel_size: processes that share the model, each with a part of every layer; on
-            GPUs each has one of its own.
+        max_num_batched_tokens: maximum number of tokens computed in one step.
+        max_num_seqs: maximum number of running sequences.
+        max_model_len: maximum length of prompt and completion together; lowered to the number of
+            positions of the model (`ModelConfig.max_position_embeddings`) if that is less.
+        gpu_memory_utilization: the fraction of the device's memory that may be in use once the KV
+            cache is allocated, including what other programs use.
+        tensor_parallel_size: number of processes that share the model, each with a part of every
+            layer; on GPUs, each process has its own GPU.
         distributed_timeout: seconds that these processes may wait for the slowest of them.
-        enforce_eager: use no CUDA graphs.
-        kvcache_block_size: tokens a KV block holds.
-        num_kvcache_blocks: blocks in the pool; None works it out from the memory.
+        enforce_eager: do not use CUDA graphs.
+        kvcache_block_size: tokens that a KV block holds.
+        num_kvcache_blocks: number of blocks in the pool; None: computed from the memory.
         device: "cpu", "cuda", or "auto": a GPU if torch sees one.
-        dtype: float32, float16, bfloat16, or "auto" (utils/devices.py has the rule).
+        dtype: float32, float16, bfloat16, or "auto" (the rule is in utils/devices.py).
         attention_backend: "hybrid", "flash_attn", "triton", "sdpa", or "auto": the first of these
-            that runs here (gpu/attention_choice.py).
-        attention_reason: why that one; not an option, `resolve` sets it.
+            that runs on this machine (gpu/attention_choice.py).
+        attention_reason: why that backend; not an option, `resolve` sets it.
         fused_kernels: on a GPU, compute with the kernels of gpu/kernels instead of torch's.
         policy: what goes into a step: "prefill_first", "mixed" or "static" (engine/policies.py).
         enable_prefix_caching: share the KV blocks of equal prefixes.
-        seed: requests without a seed get one made from this and their number.
+        seed: a request without a seed gets one that is computed from this and its seq_id.
     """
 
     model: str
@@ -83,19 +82,19 @@ class Config:
         return cls(str(Path(model).expanduser()), **checked_options(options, known, POLICIES))
 
     def resolve(self, model_config: ModelConfig, asked: Collection[str] = ()) -> Config:
-        """Replace every "auto" by what it means for this model on this machine.
+        """Replace every "auto" by its value for this model on this machine.
 
         Args:
             model_config: the model.
             asked: names of the options that the user has set. If max_model_len is among them and
-                must be lowered, a warning says so.
+                must be lowered, a warning is given.
 
         Returns:
             The settings as the engine will use them.
 
         Raises:
             ValueError: the model cannot be split into `tensor_parallel_size` equal parts, or the
-                device, dtype or attention backend asked for is not available here.
+                device, dtype or attention backend is not available on this machine.
         """
         check_split(self.tensor_parallel_size, model_config)
         device = resolve_device(self.device)

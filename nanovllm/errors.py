@@ -1,4 +1,4 @@
-"""The errors that the engine raises on purpose.
+"""The engine's own exception classes.
 
 Each is also a standard error, so that a caller who does not import nanovllm.errors can write
 `except ValueError`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class NanoVLLMError(Exception):
-    """Any error that nanovllm raises on purpose."""
+    """The base class of nanovllm's own errors."""
 
 
 class ModelConfigError(NanoVLLMError, ValueError):
@@ -16,24 +16,24 @@ class ModelConfigError(NanoVLLMError, ValueError):
 
 
 class WeightsError(NanoVLLMError, ValueError):
-    """A checkpoint that does not hold exactly the tensors that the model has."""
+    """A checkpoint whose tensors are not exactly those of the model."""
 
 
 class KVCacheError(NanoVLLMError, RuntimeError):
-    """There is no memory for one KV block, or not for as many as were asked for."""
+    """The memory does not hold a single KV block, or not as many as were requested."""
 
 
 class AttentionBackendError(NanoVLLMError, ValueError):
-    """An attention backend that was asked for by name and cannot run here."""
+    """An attention backend that was requested by name and cannot run on this machine."""
 
 
 class RequestRefusedError(NanoVLLMError, ValueError):
-    """A request that could never finish. Nothing of it was queued.
+    """A request that could never finish. It was not queued.
 
     Attributes:
         reason: "prompt_too_long" (for max_model_len) or "never_fits" (into the block pool).
-        need: what the request would take (tokens, or blocks).
-        have: what there is.
+        need: tokens or blocks that the request would need.
+        have: tokens or blocks that the engine has.
     """
 
     def __init__(self, message: str, *, reason: str, need: int, have: int) -> None:
@@ -48,15 +48,15 @@ class TokenizerError(NanoVLLMError, ValueError):
 
 
 class LogitsError(NanoVLLMError, FloatingPointError):
-    """A row of logits has no finite maximum: the weights or the arithmetic are broken."""
+    """A row of logits has no finite maximum: the weights or the computation are broken."""
 
 
 class WorkerError(NanoVLLMError, RuntimeError):
-    """A process that shares the model died, raised, or did not answer in time.
+    """A process that shares the model died, raised an error, or did not answer in time.
 
-    The engine cannot be used any more: its processes were ended. Make a new one.
+    The engine cannot be used any more: its processes were ended. Create a new one.
     """
 
 
 class ContactLostError(WorkerError):
-    """A collective failed, since another rank has ended. The cause is in that other rank."""
+    """A collective failed because another rank has ended. That rank has the cause."""

@@ -1,7 +1,7 @@
-"""LLM: a model's folder -> an engine that runs it. The name that users of vLLM and nano-vllm know.
+"""LLM: starts an engine for the model in a folder. The same class as in vLLM and nano-vllm.
 
-Knows the order of the start: settings, the checkpoint's shape, the tokenizer, the ranks, the model
-and its KV cache. What the engine does after that is in `LLMEngine`.
+The order of the start: settings, model config, tokenizer, ranks, the model and its KV cache. What
+the engine does after that is in `LLMEngine`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.parallel.worker_group import join_ranks
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 from nanovllm.utils.guard import guarded
 from nanovllm.utils.model_config import ModelConfig
 from nanovllm.utils.tokenizer import Tokenizer
@@ -29,17 +29,18 @@ class LLM(LLMEngine):
 
     Args:
         model: folder of a Qwen3 checkpoint.
-        observer: told of everything the engine does; None for no observer. What it raises is said
-            once on stderr, and the run goes on; only its `engine_init` may refuse the engine.
+        observer: its methods are called for everything the engine does; None for no observer. If
+            one raises an error, the first is printed on stderr, and the run goes on; only an error
+            from `engine_init` stops the start.
         **options: see `nanovllm.config.Config`.
 
     Raises:
         TypeError: an unknown option.
-        ValueError: an option out of range, or a checkpoint that cannot be run as it is.
+        ValueError: an option is out of range, or the checkpoint cannot be run.
         WorkerError: a process for another rank did not start.
     """
 
-    @callers_world_kept()
+    @keep_global_state()
     def __init__(
         self,
         model: str | Path,
@@ -52,7 +53,7 @@ class LLM(LLMEngine):
         config = config.resolve(self.model_config, options)
         observer.engine_init(config, self.model_config)
         tokenizer = Tokenizer(config.model)
-        tokenizer.load(self.model_config.vocab_size)  # a broken one is refused now, not later
+        tokenizer.load(self.model_config.vocab_size)  # raises now if it is broken, not later
         eos = self.model_config.eos_by_file | {"tokenizer": tokenizer.eos_token_ids()}
         eos_token_ids = tuple(dict.fromkeys(chain(*eos.values())))
         self.ranks = join_ranks(config, self.model_config, observer)
@@ -72,7 +73,7 @@ class LLM(LLMEngine):
     def exit(self) -> None:
         """End the processes of the other ranks, if the engine has started any.
 
-        They also end with this process, with the engine's last reference, and with any error that
-        leaves the ranks at different points. A second call does nothing.
+        They also end when this process ends, when the engine is garbage-collected, and after any
+        error in the middle of a step. A second call does nothing.
         """
         self.ranks.exit()

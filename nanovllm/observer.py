@@ -1,16 +1,16 @@
-"""Observer: what the engine says of itself.
+"""Observer: the hooks that the engine calls to report what it does.
 
-One method per moment. Each does nothing by default, so an engine without an observer pays for one
-empty call. The engine calls a method after its state changed, with names already in scope,
-never branches on the observer and never reads a result. This file knows no events, traces or
-clocks: `nvtrace.recorder.Recorder` overrides every method and gives each an event of the same name
+One method per kind of event. Each does nothing by default, so an engine without an observer pays
+for one empty call. The engine calls a method after its state changed, with names already in scope,
+never branches on the observer and never reads a result. This file knows no traces and no clocks:
+`nvtrace.recorder.Recorder` overrides every method and records an event of the same name
 (`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
 
-An observer must not change what it is shown, and must copy what it keeps: the engine changes its
-lists later.
+An observer must not change its arguments, and must copy what it keeps: the engine changes its lists
+later.
 
-With tensor parallelism each rank has its own. The one exception to "never reads a result" is
-`for_workers`: an engine that starts processes for the other ranks must ask who listens to them.
+With tensor parallelism each rank has its own observer. The one exception to "never reads a result"
+is `for_workers`: an engine that starts processes for the other ranks needs their observers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Listens to one engine. Override the methods that you need."""
+    """Observes one engine. Override the methods that you need."""
 
     # -- other ranks, errors ---------------------------------------------------------------------
 
@@ -43,16 +43,16 @@ class Observer:
         """Observers for ranks 1, 2 ... Called once, when the engine starts processes for them.
 
         Returns:
-            A function that makes the observer of a rank. It is pickled, and called with the rank in
-            that rank's process. That observer is told of `engine_init`, of the stages of the
-            model's start, and in each step of `step_start`, `prepare_*_tensors` and how the model
-            ran; it is entered as a context manager, and left when the process ends. None for no
-            observer.
+            A function that makes the observer of a rank, or None for no observers. It is pickled,
+            and called with the rank in that rank's process. Called on that observer are
+            `engine_init`, the hooks of the model's start, and in each step `step_start`,
+            `prepare_*_tensors` and `run_eager` or `cudagraph_replay`. It is used as a context
+            manager, which ends with the process.
         """
         return None
 
     def failed(self, hook: str, error: Exception) -> None:
-        """The method `hook` raised `error`. `LLM` says the first one on stderr and goes on."""
+        """The method `hook` raised `error`. `LLM` prints the first one on stderr and goes on."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class Observer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """No other method will be called any more."""
+        """No other method will be called after this one."""
 
     # -- bootstrap, init -------------------------------------------------------------------------
 
@@ -71,19 +71,19 @@ class Observer:
         """The engine begins to start, with these settings (all "auto"s resolved)."""
 
     def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
-        """This process took its place among the ranks."""
+        """This process joined the ranks."""
 
     def model_weights_loaded(self, loaded: LoadedWeights) -> None:
         """The checkpoint's tensors are in the model."""
 
     def warmup_model(self, num_seqs: int, seq_len: int, peak_bytes: int | None) -> None:
-        """A prefill of made-up tokens ran, to measure its memory peak. It is no request."""
+        """A prefill of dummy tokens ran, to measure its peak memory. It belongs to no request."""
 
     def kv_budget_estimate(self, budget: KVBudget) -> None:
-        """The number of KV blocks was worked out, and the blocks exist."""
+        """The number of KV blocks was computed, and the blocks were allocated."""
 
     def cudagraph_capture(self, batch_sizes: list[int], pool_bytes: int) -> None:
-        """Decode steps of these numbers of rows were recorded as CUDA graphs."""
+        """Decode steps of these batch sizes were captured as CUDA graphs."""
 
     def cudagraph_skip(self, reason: str) -> None:
         """No CUDA graphs will be used; `reason` says why."""
@@ -91,7 +91,7 @@ class Observer:
     def engine_ready(
         self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
     ) -> None:
-        """The engine takes requests. `eos_sources` are the files that name each of the ids."""
+        """The engine can take requests. `eos_sources` names the files that each id comes from."""
 
     # -- ingress, egress -------------------------------------------------------------------------
 
@@ -105,19 +105,19 @@ class Observer:
         """A request that could never finish was refused. It has no seq_id."""
 
     def request_abort(self, seq: Sequence) -> None:
-        """A request was taken out of its queue, before its end."""
+        """A request was taken out of its queue before it had finished."""
 
     def request_output(self, seq: Sequence, text: str) -> None:
-        """An ended request's tokens were turned into text."""
+        """The tokens of a finished request were decoded to text."""
 
     def generate_finish(self, num_outputs: int) -> None:
-        """`generate` returns, or `stream` has come to its end."""
+        """`generate` or `stream` has ended, with this many outputs."""
 
     def engine_error(self, error: BaseException) -> None:
         """An exception leaves the engine."""
 
     def engine_reset(self, seqs: list[Sequence]) -> None:
-        """`seqs` were ended; the queues are empty, all blocks are free and have no hash."""
+        """`seqs` were aborted; both queues are empty, all blocks are free and have no hash."""
 
     # -- a step: schedule ------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Observer:
     def admission_stop(
         self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
     ) -> None:
-        """The waiting queue's head `seq` must wait: it needs `need`, and there is `have`."""
+        """`seq`, the head of the waiting queue, must wait: it needs `need`, and there is `have`."""
 
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
         """This step computes prompts."""
@@ -141,7 +141,10 @@ class Observer:
     def preempt(
         self, victim: Sequence, for_seq: Sequence, freed: list[int], num_computed_tokens: int
     ) -> None:
-        """`victim` gave up its blocks for `for_seq`; it had computed `num_computed_tokens`."""
+        """`victim` lost its blocks so that `for_seq` can go on.
+
+        `num_computed_tokens` of its tokens were computed, and must be computed again.
+        """
 
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
         """A sequence changed its status (and so its queue)."""
@@ -149,10 +152,10 @@ class Observer:
     # -- blocks ----------------------------------------------------------------------------------
 
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
-        """`seq` uses a published block that others use too."""
+        """`seq` shares a hashed block that other sequences use too."""
 
     def blocks_revive(self, seq: Sequence, block_id: int) -> None:
-        """`seq` uses a published block that was free."""
+        """`seq` uses a hashed block that was free."""
 
     def blocks_allocate(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` got new blocks at its admission."""
@@ -161,36 +164,39 @@ class Observer:
         """`seq` got one new block, as its last token crossed a block boundary."""
 
     def blocks_hash(self, seq: Sequence, block_ids: list[int], hashes: list[bytes]) -> None:
-        """Full, computed blocks of `seq` were published."""
+        """Full, computed blocks of `seq` were hashed: other sequences can find them now."""
 
     def blocks_evict(self, block_ids: list[int], hashes: list[bytes], reason: str) -> None:
-        """Free published blocks lost their contents."""
+        """Free hashed blocks lost their hash, and with it their contents."""
 
     def blocks_release(self, seq: Sequence, block_ids: list[int], freed: list[int]) -> None:
-        """`seq` gave up its blocks, in this order; `freed` are those no other holds."""
+        """`seq` gave up its blocks, in this order; no other sequence holds those in `freed`."""
 
     # -- a step: run, sample, end ----------------------------------------------------------------
 
     def prepare_prefill_tensors(self, inputs: PrefillInputs) -> None:
-        """The batch was laid out flat, for a prefill."""
+        """The inputs of a prefill or mixed step are prepared."""
 
     def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
-        """The batch was laid out, one token per sequence."""
+        """The inputs of a decode step are prepared: one token per sequence."""
 
     def run_eager(self, reason: str, num_tokens: int) -> None:
-        """The model ran kernel by kernel; `reason` says why not as a CUDA graph."""
+        """The model ran eagerly, kernel by kernel; `reason` says why not as a CUDA graph."""
 
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
-        """The decode was launched as one graph of `graph_batch_size` rows, perhaps ahead."""
+        """The decode was launched as one graph of `graph_batch_size` rows.
+
+        `is_ahead`: before the tokens of the previous step were known.
+        """
 
     def gpu_time(self, gpu_ns: int) -> None:
         """The GPU was busy with this step for `gpu_ns`."""
 
     def sample_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> None:
-        """The next token of each of `seqs` was drawn."""
+        """The next token of each of `seqs` was sampled."""
 
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
-        """The step's tokens are appended, and the sequences that ended are removed."""
+        """The step's tokens were appended, and the finished sequences were removed."""
 
 
 SILENT = Observer()

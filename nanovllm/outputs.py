@@ -1,6 +1,5 @@
 """RequestOutput: what the caller gets back for one request.
 
-Knows vLLM's names of the finish reasons. Does not know the engine.
 vLLM's counterpart is `vllm/outputs.py`.
 """
 
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from nanovllm.utils.peers import no_such
+from nanovllm.utils.vllm_names import no_such
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
@@ -27,20 +26,20 @@ _FINISH_REASONS = {
 class RequestOutput(dict[str, Any]):
     """The result of one request: a dict, as in nano-vllm; its keys are attributes as well.
 
-    Scripts for vLLM read attributes. For them there is also `outputs`, the list of a request's
-    completions: one, which is this dict again. So output["text"], output.text and
-    output.outputs[0].text are the same. What generate() returns has `prompt` too, its text (None if
-    it was given as token ids), and `prompt_token_ids`.
+    Scripts for vLLM read attributes, and `outputs`, the list of the request's completions. Here it
+    holds one item, which is this dict again: output["text"], output.text and output.outputs[0].text
+    are the same. What generate() returns also has `prompt` (the text; None if the prompt was given
+    as token ids) and `prompt_token_ids`.
 
-    `finish_reason` is vLLM's word: "stop", "length" or "abort"; and "refused" for a request that
-    could never fit, with `error` saying why and no seq_id. `reason` is the trace's word, which is
-    more precise: "eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted",
+    `finish_reason` is as in vLLM: "stop", "length" or "abort"; or "refused" for a request that
+    could never finish, which has no seq_id, and the reason in `error`. `reason` is as in the trace,
+    and more precise: "eos", "stop_token", "stop_string", "max_tokens", "max_model_len", "aborted",
     "prompt_too_long", "never_fits".
 
-    `text` leaves special tokens out, and ends before a stop string; `token_ids` holds every
-    generated token, those of the stop string included. `logprobs` is None unless the sampling
-    params ask for it; else, for each of `token_ids`, token id -> log-probability: that token's own
-    first, then those of the most likely tokens, in that order.
+    `text` has no special tokens, and ends before a stop string; `token_ids` holds every generated
+    token, also those of the stop string. `logprobs` is None unless the sampling params request
+    them; else it holds, for each of `token_ids`, token id -> log-probability: first the generated
+    token's own, then those of the most likely tokens, in that order.
     """
 
     seq_id: int | None
@@ -53,7 +52,7 @@ class RequestOutput(dict[str, Any]):
     error: str | None
     prompt: str | None
     prompt_token_ids: list[int]
-    finished, index = True, 0  # vLLM's words for a completion that has ended, the request's first
+    finished, index = True, 0  # as in vLLM: the completion has ended, and is the first
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -69,12 +68,12 @@ class RequestOutput(dict[str, Any]):
 
 
 class StreamOutput(TypedDict):
-    """What is new in one request, while it streams.
+    """The new text of one request of a stream.
 
-    `delta` continues the text: all deltas together are the `text` that generate() would return.
-    `token_ids` are all tokens so far, and `logprobs` theirs. `index` is the request's place among
-    the prompts; None for one from add_request(). `finish_reason`, `reason` and
-    `error` are those of RequestOutput, and None until the request's last output.
+    All values of `delta`, joined, are the `text` that generate() would return. `token_ids` are all
+    tokens so far, and `logprobs` theirs. `index` is the index of the prompt in the list of prompts;
+    None for a request from add_request(). `finish_reason`, `reason` and `error` are those of
+    RequestOutput, and None until the request's last output.
     """
 
     seq_id: int | None
@@ -88,7 +87,7 @@ class StreamOutput(TypedDict):
 
 
 def request_output(seq: Sequence, text: str = "") -> RequestOutput:
-    """What a request has got: all of it, once the request has ended."""
+    """What a request has generated so far."""
     reason = seq.finish_reason
     return RequestOutput(
         seq_id=seq.seq_id,
@@ -117,6 +116,6 @@ def refused_output(num_prompt_tokens: int, error: RequestRefusedError) -> Reques
 
 
 def stream_output(output: RequestOutput, delta: str, index: int | None) -> StreamOutput:
-    """What is new in a request that has got `output` by now."""
+    """The new text `delta` of a request that has generated `output` so far."""
     facts = {**output, "delta": delta, "index": index}
     return cast("StreamOutput", {name: facts[name] for name in StreamOutput.__annotations__})

@@ -1,7 +1,6 @@
-"""SamplingParams: what one request asks of the sampler, checked when it is made.
+"""SamplingParams: the sampling options of one request, checked when they are created.
 
-Knows the legal range of each parameter. Does not know the request's prompt, the model or how a
-token is drawn (`layers/sampler.py`). The names and meanings are vLLM's.
+`layers/sampler.py` uses them. The names and meanings are vLLM's.
 """
 
 from __future__ import annotations
@@ -10,32 +9,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.utils.options import optional, real_number, texts, truth, whole_number, whole_numbers
-from nanovllm.utils.peers import for_peers
+from nanovllm.utils.vllm_names import accepts_vllm_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@for_peers("__init__")
+@accepts_vllm_options("__init__")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """How the tokens of one request are sampled, and when it ends.
 
     Attributes:
         temperature: 0 takes the most likely token (greedy, lowest id on ties); larger is more
             random.
         max_tokens: the request ends after this many generated tokens, at least 1.
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
-        stop_token_ids: the request also ends after each of these, whatever `ignore_eos` says.
+        stop_token_ids: the request also ends after any of these, even with `ignore_eos`.
         stop: a string, or several. The request ends when its text contains one of them; the
             returned text ends before it. Special tokens are not part of the text.
         logprobs: return the log-probability of each generated token, and of this many of the most
             likely ones; 0 for the generated token alone, None for none. They are the model's,
             before temperature, top_k and top_p.
-        top_k: draw among the k most likely tokens only; None means all, as vLLM's -1 and 0 do.
-        top_p: draw among the fewest tokens whose probabilities reach this sum, in (0, 1].
-        seed: the same seed gives the same tokens, whatever else is in the batch; None lets the
-            engine give each request a seed of its own, as vLLM's -1 does.
+        top_k: sample from the k most likely tokens only; None means all, as -1 and 0 in vLLM.
+        top_p: sample from the fewest tokens whose probabilities add up to this, in (0, 1].
+        seed: the same seed gives the same tokens in any batch; None lets the engine give each
+            request its own seed, as -1 in vLLM.
 
     Raises:
         TypeError: a value is not of its type.
@@ -70,5 +69,5 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Is a token drawn among some of the vocabulary only, by top_k or top_p?"""
+        """Is a token sampled from a part of the vocabulary only, by top_k or top_p?"""
         return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)

@@ -86,10 +86,10 @@ def chain(token_ids: list[int]) -> list[str]:
 
 
 prompt = shared.table("REQUEST_ENQUEUE")["prompt_token_ids"][0]
-published = shared.table("BLOCKS_HASH").iloc[0]
+hashed = shared.table("BLOCKS_HASH").iloc[0]
 print(len(prompt), "tokens:", prompt)
-print(dict(zip(published["block_ids"][0], chain(prompt), strict=True)))
-assert chain(prompt) == published["hashes"][0]
+print(dict(zip(hashed["block_ids"][0], chain(prompt), strict=True)))
+assert chain(prompt) == hashed["hashes"][0]
 
 # %% [markdown]
 # The prompt has 13 tokens: three full blocks with hashes, and one token in a fourth that has none
@@ -108,7 +108,7 @@ print([before == after for before, after in zip(chain(prompt), changed, strict=T
 
 # %%
 life = shared.blocks.query("block_id == 0")
-life[["step", "operation", "seq_id", "ref_count", "is_published"]]
+life[["step", "operation", "seq_id", "ref_count", "is_hashed"]]
 
 # %% [markdown]
 # Request 0 allocates it, and it is hashed as soon as it is computed. Request 2 finds it in use and
@@ -120,7 +120,7 @@ assert list(life["operation"]) == [
     *("allocate", "hash", "share", "release", "release", "revive", "release")
 ]
 assert list(life["ref_count"]) == [1, 1, 2, 1, 0, 1, 0]
-assert life["is_published"].iloc[1:].all()
+assert life["is_hashed"].iloc[1:].all()
 
 # %%
 figure, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
@@ -148,10 +148,10 @@ hits.drop(columns="scheduled_ns").round(2)
 
 # %%
 answers = shared.tokens.sort_values(["seq_id", "index"]).groupby("seq_id")["token_id"].agg(list)
-publishers = shared.blocks.query("operation == 'hash'")["seq_id"].unique().tolist()
-print("answers of 0 and 1 alike:", answers[0] == answers[1], "; who has published:", publishers)
+hashing_seqs = shared.blocks.query("operation == 'hash'")["seq_id"].unique().tolist()
+print("answers of 0 and 1 alike:", answers[0] == answers[1], "; hashed by:", hashing_seqs)
 assert answers[0] == answers[1]
-assert publishers == [0]
+assert hashing_seqs == [0]
 
 # %% [markdown]
 # In the picture above this is the comb at the right: three requests took blocks in turn, and only
@@ -244,14 +244,14 @@ check(
 
 
 # %% tags=["exercise"]
-def after_release(free: list[int], freed: list[int], published: set[int]) -> list[int]:
+def after_release(free: list[int], freed: list[int], hashed: set[int]) -> list[int]:
     """The free list after a request has given its blocks back."""
     raise NotImplementedError  # your code
 
 
 # %% tags=["check"]
 def releases(path: Path) -> list[tuple[list[int], list[int], set[int], list[int]]]:
-    """Of each release: the free list before, the blocks, what is published, the list after."""
+    """Of each release: the free list before, the blocks, what is hashed, the list after."""
     state, cases = nvtrace.State(), []
     for record in nvtrace.read_trace(path):
         before = list(state.free_blocks)

@@ -96,7 +96,7 @@ assert 0.3 < busy["gpu-example"] < 0.5
 # ## Why is it almost never idle? The engine runs ahead
 #
 # Between two steps the host must schedule, and the GPU would have to wait. To avoid this, the
-# engine runs ahead: if it can foresee that the next step will be this batch, or the rest of it, one
+# engine runs ahead: if it can predict that the next step will be this batch, or the rest of it, one
 # token further, it launches that step's graph behind this one. `is_ahead` records it, and
 # `forward_ns`, the launch, is then almost zero: the launch was done in the previous step.
 
@@ -112,7 +112,7 @@ assert (decodes["gpu-example"]["is_ahead"]).sum() == 253
 # ## The batch-1 surprise
 #
 # The article's step 149 took 73.78 ms, while other steps took about 2.7 ms: the batch had just
-# shrunk from two to one. In this run the batch shrinks in step 177. The engine could not foresee
+# shrunk from two to one. In this run the batch shrinks in step 177. The engine could not predict
 # that request 0 would end, so the step had been launched already, on the graph of two rows. The
 # first step on the graph of one row is the next. Is it slow?
 
@@ -134,7 +134,7 @@ comparison = pd.DataFrame(
 # was *not run ahead*, because another graph is needed: the host must copy the batch into that
 # graph's inputs, and launch. And it is the *first* replay of that graph. Which of the two is the
 # reason? `gpu-preemption` can tell: there, requests wait in most steps, and a waiting request might
-# be admitted next, so the next step cannot be foreseen.
+# be admitted next, so the next step cannot be predicted.
 
 # %%
 crowded = decodes_of(preemption)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 # Threads that wait sleep instead of spinning: tests must not crawl on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Shells start background jobs with these ignored, and child processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile(
     "default",

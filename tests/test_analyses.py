@@ -289,7 +289,7 @@ def test_pages_are_counted_at_each_schedule_by_what_they_are() -> None:
     steps = table("step event_id ts_ns\n1 4 10\n2 8 20\n3 9 30")
     blocks = table(
         """
-event_id block_id ref_count is_published
+event_id block_id ref_count is_hashed
 1        0        1         0
 1        1        1         0
 5        0        1         1
@@ -299,9 +299,9 @@ event_id block_id ref_count is_published
 8        0        1         1
 8        0        0         1
 """,
-        is_published="str",
+        is_hashed="str",
     )
-    blocks["is_published"] = blocks["is_published"] == "1"
+    blocks["is_hashed"] = blocks["is_hashed"] == "1"
     use = kv_use(steps, blocks, num_blocks=4)
     names = ("num_used_blocks", "num_shared_blocks", "num_free_blocks", "num_cached_blocks")
     assert rows(use, *names) == [(2, 0, 2, 0), (3, 1, 1, 0), (1, 0, 3, 1)]

@@ -220,18 +220,18 @@ def test_frames_agree_with_the_fold_and_the_metrics(
 
 def assert_blocks_agree(trace: nvtrace.Trace, recording: Recording) -> None:
     """After each step the last operation on each page leaves it as the fold has it."""
-    names = ["event_id", "block_id", "ref_count", "is_published"]
+    names = ["event_id", "block_id", "ref_count", "is_hashed"]
     rows = iter([*trace.blocks[names].itertuples(index=False), (2**63, 0, 0, False)])
     ref_counts: dict[int, int] = {}
-    published: dict[int, bool] = {}
+    hashed: dict[int, bool] = {}
     event_id, *page = next(rows)
     for step in fold_steps(recording.records):
         while event_id <= (step.events or step.before)[-1].event_id:
-            ref_counts[page[0]], published[page[0]] = page[1:]
+            ref_counts[page[0]], hashed[page[0]] = page[1:]
             event_id, *page = next(rows)
         held = {block_id: count for block_id, count in ref_counts.items() if count}
         assert held == {i: count for i, count in enumerate(step.state.ref_counts) if count}
-        assert {block_id for block_id, is_so in published.items() if is_so} == set(
+        assert {block_id for block_id, is_so in hashed.items() if is_so} == set(
             step.state.block_hashes
         )
     use = kv_use(trace.steps, trace.blocks, workload_blocks(recording))

@@ -33,8 +33,8 @@ from nvtrace.bench.workloads import (
     Request,
     Workload,
     make_workloads,
+    nano_vllm,
     require_fitting,
-    seed_project,
     uneven,
 )
 from nvtrace_cli.views.bench import show
@@ -94,7 +94,7 @@ def fits(name: str, num_requests: int | None = None, **model: int) -> None:
 
 
 def test_the_seed_workload_is_nano_vllms_to_the_token() -> None:
-    work = seed_project(0)
+    work = nano_vllm(0)
     random.seed(0)
     prompts = [[randint(0, 10000) for _ in range(randint(100, 1024))] for _ in range(256)]
     assert [list(request.prompt_token_ids) for request in work.requests] == prompts
@@ -173,8 +173,8 @@ def test_contexts_without_end_are_refused_without_drawing_them() -> None:
 
 def test_a_workload_knows_the_pages_that_hold_it() -> None:
     work = Workload("two", (Request((1, 2, 3), 5), Request((1,) * 16, 1)))
-    assert work.num_pages(8) == 1 + 3
-    assert work.first(1).num_pages(8) == 1
+    assert work.num_blocks(8) == 1 + 3
+    assert work.first(1).num_blocks(8) == 1
     assert work.first(None) == work
 
 
@@ -456,7 +456,7 @@ def test_a_gpus_copies_are_timed_by_its_own_clock_ten_at_a_time(
     gpu = StandInGpu()
     monkeypatch.setattr(bench_machine, "copy_size", lambda *_: 1000)
     monkeypatch.setattr(torch.Tensor, "copy_", gpu.copy)
-    found = measure_bandwidth(torch.device("cpu"), num_copies=10, make_mark=gpu.mark)
+    found = measure_bandwidth(torch.device("cpu"), num_copies=10, new_event=gpu.mark)
     assert gpu.num_copies == 80
     assert math.isclose(
         found, 2 * 1000 / 2e-3, rel_tol=1e-3

@@ -36,7 +36,7 @@ class Pool:
 
     def compute(self, seq: Sequence) -> Sequence:
         before, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
-        self.manager.publish(seq, before)
+        self.manager.hash_full_blocks(seq, before)
         return seq
 
     def free(self) -> list[int]:
@@ -71,14 +71,14 @@ class Ear(Observer):
 # -- the order in which pages are taken ------------------------------------------------------------
 
 
-def test_pages_without_contents_are_taken_before_published_ones() -> None:
+def test_pages_without_contents_are_taken_before_hashed_ones() -> None:
     pool = Pool(num_blocks=4, block_size=2)
-    published = pool.compute(pool.admit([1, 2, 3]))  # pages 0 (published) and 1 (half full)
-    pool.manager.deallocate(published)
+    hashed = pool.compute(pool.admit([1, 2, 3]))  # pages 0 (hashed) and 1 (half full)
+    pool.manager.deallocate(hashed)
     assert pool.free() == [1, 2, 3, 0]
 
 
-def test_published_pages_are_evicted_least_recently_used_first() -> None:
+def test_hashed_pages_are_evicted_least_recently_used_first() -> None:
     pool = Pool(num_blocks=3, block_size=1)
     first, second, third = (pool.compute(pool.admit([token])) for token in (1, 2, 3))
     for seq in (second, first, third):
@@ -97,7 +97,7 @@ def test_of_one_sequence_the_deepest_page_is_evicted_first() -> None:
     assert pool.manager.match_prefix(Sequence(9, [1, 2, 3, 4, 5], SamplingParams())) == [0, 1]
 
 
-def test_unpublished_pages_of_one_sequence_are_taken_again_in_its_own_order() -> None:
+def test_unhashed_pages_of_one_sequence_are_taken_again_in_its_own_order() -> None:
     pool = Pool(num_blocks=5, block_size=2, is_caching=False)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2, 3, 4, 5, 6])))
     assert pool.free() == [0, 1, 2, 3, 4]
@@ -108,7 +108,7 @@ def test_any_page_of_a_large_pool_is_revived_without_a_search() -> None:
     free = pool.manager.free_blocks
     assert isinstance(free, OrderedDict)  # first, last and any: each in constant time
     middle = range(5 * 10**5, 5 * 10**5 + 10**4)
-    for block_id in middle:  # as if published long ago
+    for block_id in middle:  # as if hashed long ago
         chain_hash = hash_block(b"", [block_id])
         pool.manager.cached_blocks[chain_hash] = block_id
         pool.manager.block_hashes[block_id] = chain_hash
@@ -120,7 +120,7 @@ def test_any_page_of_a_large_pool_is_revived_without_a_search() -> None:
 # -- sharing and reviving --------------------------------------------------------------------------
 
 
-def test_a_published_page_in_use_is_shared_and_a_free_one_revived() -> None:
+def test_a_hashed_page_in_use_is_shared_and_a_free_one_revived() -> None:
     ear = Ear()
     pool = Pool(num_blocks=8, block_size=2, observer=ear)
     first = pool.compute(pool.admit([1, 2, 3]))
@@ -149,11 +149,11 @@ def test_reviving_takes_free_pages_and_sharing_takes_none() -> None:
 def test_a_matched_page_is_never_taken_as_a_new_one_in_the_same_admission() -> None:
     pool = Pool(num_blocks=2, block_size=2)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2])))
-    pool.manager.free_blocks.move_to_end(0, last=False)  # page 0, published, is next in line
+    pool.manager.free_blocks.move_to_end(0, last=False)  # page 0, hashed, is next in line
     assert pool.admit([1, 2, 3]).block_table == [0, 1]
 
 
-def test_taking_a_published_page_evicts_it_and_says_so() -> None:
+def test_taking_a_hashed_page_evicts_it_and_says_so() -> None:
     ear = Ear()
     pool = Pool(num_blocks=2, block_size=2, observer=ear)
     pool.manager.deallocate(pool.compute(pool.admit([1, 2, 3, 4])))
@@ -164,17 +164,17 @@ def test_taking_a_published_page_evicts_it_and_says_so() -> None:
     assert pool.manager.block_hashes[1] is None
 
 
-def test_a_page_is_published_once_it_is_full_and_computed_and_not_before() -> None:
+def test_a_page_is_hashed_once_it_is_full_and_computed_and_not_before() -> None:
     pool = Pool(num_blocks=4, block_size=2)
     seq = pool.admit([1, 2, 3, 4])
     assert not pool.manager.cached_blocks  # full, but not computed
-    for num_computed, published in ((1, []), (3, [0]), (4, [0, 1])):
+    for num_computed, hashed in ((1, []), (3, [0]), (4, [0, 1])):
         before, seq.num_computed_tokens = seq.num_computed_tokens, num_computed
-        pool.manager.publish(seq, before)
-        assert list(pool.manager.cached_blocks.values()) == published
+        pool.manager.hash_full_blocks(seq, before)
+        assert list(pool.manager.cached_blocks.values()) == hashed
 
 
-def test_without_prefix_caching_nothing_is_published_or_matched() -> None:
+def test_without_prefix_caching_nothing_is_hashed_or_matched() -> None:
     pool = Pool(num_blocks=8, block_size=2, is_caching=False)
     first, second = (pool.compute(pool.admit([1, 2, 3, 4])) for _ in range(2))
     assert not set(first.block_table) & set(second.block_table)
@@ -230,22 +230,22 @@ def test_a_revived_page_must_match_in_all_tokens_before_it() -> None:
     assert cached == [0, 2, 0]
 
 
-def test_two_equal_prompts_of_one_step_share_nothing_and_the_first_one_is_published() -> None:
+def test_two_equal_prompts_of_one_step_share_nothing_and_the_first_one_is_hashed() -> None:
     pool = Pool(num_blocks=16, block_size=4)
     first, second = pool.admit(list(range(8))), pool.admit(list(range(8)))
     assert second.num_cached_tokens == 0  # the first one's pages are not computed yet
     assert not set(first.block_table) & set(second.block_table)
     pool.compute(first)
     pool.compute(second)
-    published = dict(pool.manager.cached_blocks)
-    assert list(published.values()) == first.block_table
+    hashed = dict(pool.manager.cached_blocks)
+    assert list(hashed.values()) == first.block_table
 
     pool.manager.deallocate(second)
-    assert pool.manager.cached_blocks == published
+    assert pool.manager.cached_blocks == hashed
     pool.manager.deallocate(first)
-    assert pool.manager.cached_blocks == published
+    assert pool.manager.cached_blocks == hashed
     third = pool.admit(list(range(9)))
-    assert third.block_table[:2] == list(published.values())
+    assert third.block_table[:2] == list(hashed.values())
 
 
 # -- check() ---------------------------------------------------------------------------------------

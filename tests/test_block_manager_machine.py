@@ -59,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
     def compute(self, seq: Sequence, num_tokens: int) -> None:
         before = seq.num_computed_tokens
         seq.num_computed_tokens = min(before + num_tokens, seq.num_tokens)
-        self.pool.publish(seq, before)
+        self.pool.hash_full_blocks(seq, before)
         self.naive.compute(seq.seq_id, seq.num_computed_tokens - before)
 
     @precondition(lambda self: self.pool.num_free_blocks)

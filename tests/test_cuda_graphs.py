@@ -19,8 +19,8 @@ from nanovllm.gpu.cuda_graphs import (
     is_sampled_in_graph,
     smallest_that_holds,
 )
-from nanovllm.gpu.foresight import Foresight
-from nanovllm.gpu.timer import measuring
+from nanovllm.gpu.run_ahead import NextStep
+from nanovllm.gpu.timer import gpu_timer
 from nanovllm.gpu.warmup import StepMemory, largest_prefill
 from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.tensor_parallel import ALONE
@@ -63,13 +63,13 @@ def running(seq_id: int, num_computed_tokens: int, pages: list[int]) -> Sequence
     return seq
 
 
-def rows_of(foresight: Foresight, *seqs: Sequence) -> list[int] | None:
-    return foresight.rows_of(Batch(0, seqs=[*seqs]))
+def rows_of(next_step: NextStep, *seqs: Sequence) -> list[int] | None:
+    return next_step.rows_of(Batch(0, seqs=[*seqs]))
 
 
 def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_only() -> None:
     first, second = running(0, 4, [3, 7]), running(1, 2, [5])
-    ahead = Foresight([1], [0, 2], [(0, 7)], [first, second], [4, 2])
+    ahead = NextStep([1], [0, 2], [(0, 7)], [first, second], [4, 2])
     assert rows_of(ahead, first, second) == [0, 1]
     assert rows_of(ahead, second, first) is None
     assert rows_of(ahead, first, second, running(2, 2, [6])) is None
@@ -83,7 +83,7 @@ def test_a_step_ahead_comes_true_with_the_same_sequences_positions_and_pages_onl
 
 def test_rows_of_a_step_ahead_count_without_those_that_have_ended_and_only_those() -> None:
     seqs = [running(seq_id, 4, [seq_id]) for seq_id in range(4)]
-    ahead = Foresight([], [0, 1, 2, 3], [], seqs, [4] * 4)
+    ahead = NextStep([], [0, 1, 2, 3], [], seqs, [4] * 4)
     assert rows_of(ahead, seqs[0], seqs[2]) is None  # the others may be preempted
     seqs[1].finish_reason, seqs[3].finish_reason = "eos", "aborted"
     assert rows_of(ahead, seqs[0], seqs[2]) == [0, 2]
@@ -159,6 +159,6 @@ def test_where_a_step_leaves_nothing_the_numbers_are_named() -> None:
 
 
 def test_a_cpu_has_no_queue_to_measure() -> None:
-    with measuring(torch.device("cpu")) as stretch:
+    with gpu_timer(torch.device("cpu")) as timer:
         pass
-    assert stretch is None
+    assert timer is None

@@ -25,7 +25,8 @@ from nvtrace.explain.pace import PARTS, Pace
 from nvtrace.measure import Measure
 from nvtrace.reader import read_trace
 from nvtrace.replay import InconsistentTraceError
-from nvtrace.summary import AlikeSteps, summarize
+from nvtrace.summarize import summarize
+from nvtrace.summary import AlikeSteps
 from nvtrace_cli.views.explain_notes import note, step_note
 from nvtrace_cli.views.notes import notes
 from support.cli import ROOT, call, environment, spawn

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nvtrace.catalog import load_catalog
-from nvtrace.files import give, make, move, together, try_beside, written
+from nvtrace.files import atomic_write, atomic_writes, create_file, give_name, move, try_beside
 from nvtrace.pipeline import open_sink
 from nvtrace.recorder import record
 from nvtrace_cli.run import recording, stopping_between_steps
@@ -187,9 +187,9 @@ def test_a_file_that_comes_in_between_is_never_written_over(
         patch.setattr(os, "open", open_late)
         if existing == "error":
             with pytest.raises(FileExistsError, match="give another file"):
-                make(path, existing)
+                create_file(path, existing)
         else:
-            made = make(path, existing)
+            made = create_file(path, existing)
             made.file.close()
             theirs = made.kept or path
     assert theirs.read_text() == ("" if existing == "replace" else "theirs")
@@ -202,7 +202,7 @@ def test_on_a_disk_without_links_names_are_given_all_the_same(
     path.write_text("older")
     taken.write_text("oldest")
     with no_links(monkeypatch):
-        made = make(path, "keep")
+        made = create_file(path, "keep")
         assert made.kept == tmp_path / "trace.2.jsonl"
         assert made.kept.read_text() == "older"
         assert made.undo()
@@ -219,14 +219,14 @@ def test_what_is_not_meant_stays_and_what_has_no_free_name_stays(tmp_path: Path)
     assert move(path, [other], lambda _file: True) is None
     assert move(tmp_path / "nothing", [tmp_path / "c"], Path.is_file) is None
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"a": "a", "b": "b"}
-    assert give(path, [other, tmp_path / "c"]) == tmp_path / "c"
+    assert give_name(path, [other, tmp_path / "c"]) == tmp_path / "c"
 
 
 # -- what is no plain file -------------------------------------------------------------------------
 
 
 def write_hello(path: Path) -> None:
-    with written(path) as file:
+    with atomic_write(path) as file:
         file.write(b"hello\n")
 
 
@@ -320,7 +320,7 @@ def test_what_is_not_open_for_writing_is_an_error_and_stays(tmp_path: Path) -> N
     file.write_text("mine")
     with file.open() as stream:
         name = Path(f"/dev/fd/{stream.fileno()}")
-        for make_it in (write_hello, lambda path: make(path, "keep")):
+        for make_it in (write_hello, lambda path: create_file(path, "keep")):
             with pytest.raises(OSError, match="Bad file descriptor"):
                 make_it(name)
     for closed in (name, Path("/dev/fd/99999999999999999999")):
@@ -360,7 +360,7 @@ def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> Non
     out.write_text("older")
 
     def break_off() -> None:
-        with written(out) as file:
+        with atomic_write(out) as file:
             file.write(b"half")
             file.flush()
             raise KeyboardInterrupt
@@ -374,7 +374,7 @@ def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> Non
 
 
 def write_together(folder: Path) -> None:
-    with together() as draft_of:
+    with atomic_writes() as draft_of:
         for name in ("a", "b", "deep/er/c"):
             draft_of(folder / name).write_text("new")
 

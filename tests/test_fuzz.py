@@ -50,12 +50,12 @@ _finish_reason = Scheduler._finish_reason
 _hash_block = block_manager.hash_block
 
 
-def publishes_pages_before_they_are_computed(
+def hashes_pages_before_they_are_computed(
     pool: BlockManager, seq: Sequence, prefix: list[int]
 ) -> None:
     _allocate(pool, seq, prefix)
     num_computed_tokens, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
-    pool.publish(seq, num_computed_tokens)
+    pool.hash_full_blocks(seq, num_computed_tokens)
     seq.num_computed_tokens = num_computed_tokens
 
 
@@ -65,7 +65,7 @@ def frees_pages_that_others_hold(pool: BlockManager, seq: Sequence) -> list[int]
     return _deallocate(pool, seq)
 
 
-def puts_published_pages_at_the_head(pool: BlockManager, seq: Sequence) -> list[int]:
+def puts_hashed_pages_at_the_head(pool: BlockManager, seq: Sequence) -> list[int]:
     freed = _deallocate(pool, seq)
     for block_id in freed:
         pool.free_blocks.move_to_end(block_id, last=False)
@@ -112,9 +112,9 @@ def keeps_the_text_of_the_ended(processor: OutputProcessor, seq: Sequence) -> st
 
 
 FAULTS: list[tuple[Any, str, Any]] = [
-    (BlockManager, "allocate", publishes_pages_before_they_are_computed),
+    (BlockManager, "allocate", hashes_pages_before_they_are_computed),
     (BlockManager, "deallocate", frees_pages_that_others_hold),
-    (BlockManager, "deallocate", puts_published_pages_at_the_head),
+    (BlockManager, "deallocate", puts_hashed_pages_at_the_head),
     (block_manager, "hash_block", forgets_what_comes_before_a_block),
     (BlockManager, "num_blocks_to_take", takes_revived_pages_for_shared_ones),
     (BlockManager, "needs_block", takes_the_page_of_the_next_token_too_late),

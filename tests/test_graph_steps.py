@@ -1,4 +1,4 @@
-"""The engine's graphs with everything but their kernels: rows that leave, join, end unforeseen.
+"""The engine's graphs with everything but their kernels: rows that leave, join, end unexpectedly.
 
 `GraphRunner` computes what is in the graphs' buffers, as a GPU does, and looks at every slot that a
 running sequence may read.
@@ -86,7 +86,7 @@ def decode_on_after_an_abort() -> None:
         engine.step()
 
 
-def test_a_row_that_has_ended_unforeseen_is_padding_from_then_on(
+def test_a_row_that_has_ended_unexpectedly_is_padding_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else it goes on, and past its last page it writes to pages of others."""

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import grimp
 import pytest
 
 from support.every import every
@@ -24,7 +25,7 @@ HOUSE_FILES = sorted(
     if "assets" not in file.parts
 )
 MAX_AFTERNOON_LINES = 2_000
-MAX_ENGINE_LINES = 6_366  # of 5,600 that are aimed at
+MAX_ENGINE_LINES = 6_332  # of 5,600 that are aimed at
 MAX_FILE_LINES = 300
 CATALOGUES = {"events.py", "recorder.py"}  # flat lists, one entry an event: looked up, not read
 
@@ -113,6 +114,17 @@ def test_the_pure_core_loads_no_torch() -> None:
         "import nanovllm.observer, " + ", ".join(f"nanovllm.engine.{name}" for name in core)
     )
     assert not loaded & {"torch", "transformers", "numpy", "msgspec", "structlog", "nvtrace"}
+
+
+@pytest.mark.parametrize("package", ["nanovllm", "nvtrace", "nvtrace_cli"])
+def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
+    """Imports inside of functions count; those for type checkers only do not."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
+    assert graph.modules
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            chain = graph.find_shortest_chain(importer=imported, imported=module)
+            assert chain is None, f"{module} -> {' -> '.join(chain)}"
 
 
 # -- size ------------------------------------------------------------------------------------------

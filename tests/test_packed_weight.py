@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
+from nanovllm.layers.linear import Linear, MergedLinear, RowLinear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.parallel.tensor_parallel import ALONE
 from nanovllm.utils.threads import is_worth_sharing, threads_for
@@ -29,7 +29,7 @@ def filled(layer: Linear) -> Linear:
     "make",
     [
         lambda: Linear(48, 130),
-        lambda: PackedLinear(64, {"q_proj": ALONE.split(0, 64), "k_proj": ALONE.split(0, 32)}),
+        lambda: MergedLinear(64, {"q_proj": ALONE.split(0, 64), "k_proj": ALONE.split(0, 32)}),
         lambda: RowLinear(96, 40, ALONE),
     ],
     ids=["linear", "several", "row"],

@@ -27,9 +27,9 @@ from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.parallel.interrupts import interrupts_deferred
-from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
+from nanovllm.parallel.torchrun import TorchrunRank
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.model_config import ModelConfig
 from support.cli import environment
@@ -241,18 +241,18 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT"
 
 
 def test_a_launcher_is_known_by_its_four_variables() -> None:
-    assert Launch.from_environment(TORCHRUN) == Launch(1, 4, 1, 4)
+    assert TorchrunRank.from_environment(TORCHRUN) == TorchrunRank(1, 4, 1, 4)
     local = TORCHRUN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert Launch.from_environment(local) == Launch(1, 4, 0, 1)
+    assert TorchrunRank.from_environment(local) == TorchrunRank(1, 4, 0, 1)
     for name in TORCHRUN:
-        assert Launch.from_environment(TORCHRUN | {name: ""}) is None
-    assert Launch.from_environment({}) is None
+        assert TorchrunRank.from_environment(TORCHRUN | {name: ""}) is None
+    assert TorchrunRank.from_environment({}) is None
 
 
 @pytest.mark.parametrize("changes", [{"RANK": "one"}, {"WORLD_SIZE": "-2"}, {"RANK": "4"}])
 def test_a_launcher_that_makes_no_sense_is_refused(changes: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
-        Launch.from_environment(TORCHRUN | changes)
+        TorchrunRank.from_environment(TORCHRUN | changes)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM as ReferenceQwen3
 
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.layers import attention_sdpa
+from nanovllm.layers.attention_sdpa import SdpaBackend
 from nanovllm.layers.context import Context, forward_context, get_context
 from support.models import (
     PagedDriver,
@@ -303,6 +304,6 @@ def test_two_threads_do_not_see_each_others_step() -> None:
 
 
 def test_an_unknown_attention_backend_is_refused_by_name() -> None:
-    assert make_attention_backend("sdpa").name == "sdpa"
+    assert isinstance(make_attention_backend("sdpa"), SdpaBackend)
     with pytest.raises(ValueError, match="'paged_v9'"):
         make_attention_backend("paged_v9")

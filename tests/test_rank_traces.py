@@ -20,12 +20,12 @@ from nanovllm.utils.model_config import ModelConfig
 from nvtrace import events as ev
 from nvtrace import load
 from nvtrace.catalog import load_catalog
+from nvtrace.caveats import about_rank, saying_whose
 from nvtrace.envelope import Footer, Header, Unknown
-from nvtrace.led import about_rank, saying_whose
 from nvtrace.pipeline import Sink
-from nvtrace.ranks import RankRecipe, RankRecorder, keep_ranks
+from nvtrace.ranks import keep_ranks
 from nvtrace.reader import UnreadableTraceError, rank_path, read_ranks, read_trace
-from nvtrace.recorder import record
+from nvtrace.recorder import RankRecipe, RankRecorder, record
 from nvtrace_cli.main import run_command
 from nvtrace_cli.run import recording, stopping_between_steps
 from support.cli import ROOT, call, command, environment
@@ -259,6 +259,7 @@ def told(recorder: RankRecorder, oracle: Oracle) -> None:
         max_seqlen_q=3,
         max_seqlen_k=3,
         block_tables=None,
+        context_lens=[3],
         logits_indices=[2],
     )
     recorder.prepare_prefill_tensors(prefill)

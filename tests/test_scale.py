@@ -14,11 +14,12 @@ import pytest
 from msgspec.structs import replace
 
 from nvtrace import events as ev
+from nvtrace.caveats import saying_untimed
 from nvtrace.envelope import Header
 from nvtrace.reader import read_trace
 from nvtrace.replay import State
-from nvtrace.summary import RunSummary, summarize, summarize_steps
-from nvtrace_cli.records import saying_untimed
+from nvtrace.summarize import summarize, summarize_steps
+from nvtrace.summary import RunSummary
 from support.cli import call, command, environment
 from support.cli_traces import HOSTILE_TEXT, write_records
 

@@ -61,7 +61,7 @@ def assert_idle(engine: LLMEngine) -> None:
     assert engine.is_finished()
     assert engine.requests == {}
     assert engine.output_processor.detokenizers == {}
-    assert not engine.output_processor.news
+    assert not engine.output_processor.updates
     assert engine.scheduler.block_manager.num_free_blocks == engine.config.num_kvcache_blocks
     assert engine.generate([[1, 2]], params(2))[0]["token_ids"] == answer([1, 2], 2)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError, tidy_ends
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, say, warn, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,11 +123,11 @@ def _look(
 
 def _say_whose(film: SeekableTrace, file: str) -> None:
     """Nothing was decided: perhaps since it is the trace of a rank that decides nothing."""
-    from nvtrace.led import about_rank  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.caveats import about_rank  # noqa: PLC0415 - --help needs no msgspec
 
     rank = film.header.rank
     if rank:
-        _warn(about_rank(file, rank))
+        warn(about_rank(file, rank))
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _film(file: str) -> Iterator[SeekableTrace]:
 
     if Path(file).is_file():
         with reading_bar(file) as watch:
-            film = SeekableTrace(Path(file), warn=_warn, watch=watch)
+            film = SeekableTrace(Path(file), warn=warn, watch=watch)
         if film.has_made_index:
             say(f"{film.index_path} was made, so that the next calls on {file} are fast")
         yield film
@@ -153,8 +153,4 @@ def _film(file: str) -> Iterator[SeekableTrace]:
             raise UnreadableTraceError(
                 f"{name_of(file)} cannot be copied into {folder} ({error.strerror})"
             ) from error
-        yield SeekableTrace(path, warn=_warn, name=str(name_of(file)))
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")
+        yield SeekableTrace(path, warn=warn, name=str(name_of(file)))

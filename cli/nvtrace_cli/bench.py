@@ -218,9 +218,9 @@ def _show(report: Report, *, as_json: bool, is_plain: bool) -> None:
 
 def _write(report: Report, out: Path) -> None:
     from nvtrace.bench.report import encode  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace.files import written  # noqa: PLC0415 - the same
+    from nvtrace.files import atomic_write  # noqa: PLC0415 - the same
 
-    with tidy_ends(), writing(out, RunFailedError), written(out) as file:
+    with tidy_ends(), writing(out, RunFailedError), atomic_write(out) as file:
         file.write(encode(report))
 
 

@@ -21,7 +21,7 @@ from nvtrace.snapshots import NoSuchStepError, SeekableTrace
 from nvtrace.unpack import is_packed
 from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
 from nvtrace_cli.failures import UsageError, tidy_ends
-from nvtrace_cli.options import say
+from nvtrace_cli.options import say, warn
 from nvtrace_cli.reel import Reel
 from nvtrace_cli.terminal import lent_terminal, refuse_unless_terminal
 from nvtrace_cli.views.browser import Scene, Screen
@@ -199,9 +199,7 @@ def _film(path: Path) -> Iterator[SeekableTrace]:
         is_writable = os.access(path.parent, os.W_OK)
         with reading_bar(str(path)) as bar:
             index_folder = None if is_writable else folder
-            film = SeekableTrace(
-                path, warn=_warn, watch=bar, index_folder=index_folder, name=called
-            )
+            film = SeekableTrace(path, warn=warn, watch=bar, index_folder=index_folder, name=called)
         if film.has_made_index and is_writable and not is_copied:
             say(f"{film.index_path} was made, so that the next calls on {path} are fast")
         yield film
@@ -218,7 +216,3 @@ def _unpacked(path: Path, folder: Path) -> Path:
             "set TMPDIR to a folder with more space"
         ) from error
     return copy
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
-from nvtrace_cli.records import records_of, saying_unknown_codes
+from nvtrace_cli.options import LangOption, say, warn, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,15 +43,17 @@ def check(
     Data goes to stdout, messages to stderr. Exit codes: 0 no findings, 1 findings, 2
     wrong usage, 3 not a readable trace, 4 a trace newer than this nvtrace.
     """
-    from nvtrace_cli.views import check as view  # noqa: PLC0415 - --help needs no rich
+    from nvtrace.caveats import saying_unknown_codes, saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
+    from nvtrace_cli.views import check as view  # noqa: PLC0415 - nor rich
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - the same
 
     if json and plain:
         raise UsageError("--json and --plain cannot be used together: give one of them")
     catalog = words(lang)
     with reading_bar(file, prints_meanwhile=json or plain) as bar:
-        records = records_of(file, _warn, bar)
-        records = saying_unknown_codes(records, file, _warn)
+        records = saying_whose(read_trace(file, warn=warn, watch=bar), file, warn)
+        records = saying_unknown_codes(records, file, warn)
         if json:
             num_findings = view.print_json(records, catalog)
         elif plain:
@@ -61,10 +62,6 @@ def check(
             num_findings = view.show(records, catalog, bar, is_all=show_all)
     if num_findings:
         raise typer.Exit(_FOUND)
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")
 
 
 CheckOption = Annotated[

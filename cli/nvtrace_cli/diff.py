@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, warn, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,16 +65,12 @@ def diff(
 
 
 def _records(file: str) -> Iterator[Record]:
-    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.caveats import saying_whose  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
-    return saying_whose(read_trace(file, warn=_warn), file, _refuse)
+    return saying_whose(read_trace(file, warn=warn), file, _refuse)
 
 
 def _refuse(whose: str) -> None:
     """Where nothing is decided, nothing can be compared."""
     raise UsageError(whose)
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")

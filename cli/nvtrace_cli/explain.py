@@ -12,7 +12,7 @@ import typer
 
 from nvtrace.distribution import HIGH_FACTOR, HIGH_QUARTILES
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, warn, words
 
 if TYPE_CHECKING:
     from nvtrace.explain import RequestStory, StepStory
@@ -84,19 +84,15 @@ explain.__doc__ = (explain.__doc__ or "").format(factor=HIGH_FACTOR, quartiles=H
 
 
 def _story(file: str, seq: int | None, step: int | None) -> RequestStory | StepStory:
+    from nvtrace.caveats import saying_whose  # noqa: PLC0415 - the same
     from nvtrace.explain import explain_request, explain_step  # noqa: PLC0415 - --help needs none
-    from nvtrace.led import saying_whose  # noqa: PLC0415 - the same
     from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
-    records = saying_whose(read_trace(file, warn=_warn), file, _warn)
+    records = saying_whose(read_trace(file, warn=warn), file, warn)
     try:
         if seq is None and step is not None:
             return explain_step(records, step)
         return explain_request(records, seq or 0, step)
     except InconsistentTraceError as error:
         raise InconsistentTraceError(f"{name_of(file)}: {error}") from error
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")

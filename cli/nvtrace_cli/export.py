@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import OUTPUT_FAILED, CommandError, UsageError, tidy_ends
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, say, warn, words
 from nvtrace_cli.outputs import check_out, is_input, is_stream, writing
 
 if TYPE_CHECKING:
@@ -87,20 +87,20 @@ def export(
 
 def _export_lines(file: str, module: str, out: Path | None) -> int:
     """Write a format of lines. Returns how many there are."""
-    from nvtrace.files import written  # noqa: PLC0415 - --help needs no files
-    from nvtrace.led import saying_whose  # noqa: PLC0415 - nor msgspec
+    from nvtrace.caveats import saying_whose  # noqa: PLC0415 - nor msgspec
+    from nvtrace.files import atomic_write  # noqa: PLC0415 - --help needs no files
     from nvtrace.reader import read_trace  # noqa: PLC0415 - the same
 
     to_lines: Callable[[Iterable[Record]], Iterator[str]]
     to_lines = import_module(f"nvtrace.export.{module}").lines
-    lines = to_lines(saying_whose(read_trace(file, warn=_warn), file, _warn))
+    lines = to_lines(saying_whose(read_trace(file, warn=warn), file, warn))
     num_lines = 0
     if out is None:
         for line in lines:
             sys.stdout.write(line + "\n")
         return num_lines
     _refuse(file, out)
-    with writing(out, _OutputError), written(out) as stream:
+    with writing(out, _OutputError), atomic_write(out) as stream:
         for line in lines:
             stream.write(f"{line}\n".encode())
             num_lines += 1
@@ -120,7 +120,7 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
     write = import_module(f"nvtrace.export.{module}").write
     try:
         with writing(out, _OutputError):
-            return write(read_ranks(file, warn=_warn), out)
+            return write(read_ranks(file, warn=warn), out)
     except ExportError as error:
         raise UsageError(str(error)) from error
 
@@ -130,7 +130,3 @@ def _refuse(file: str, out: Path) -> None:
     check_out(out)
     if is_input(out, file):
         raise UsageError(f"--out {out} is the trace itself: give another file")
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")

@@ -1,12 +1,13 @@
 """What several commands have in common on the command line.
 
-Knows the option `--lang` and where its default comes from, and the options that a chat template is
-filled in with. Imports nothing heavy: every command's
-`--help` loads it.
+Knows the option `--lang` and where its default comes from, the options that a chat template is
+filled in with, and how `--steps`, `--seq` and `--event` are spelt. Imports nothing heavy: every
+command's `--help` loads it.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from enum import StrEnum
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvtrace.catalog import Catalog
+    from nvtrace.query import Selection
 
 
 class Lang(StrEnum):
@@ -79,6 +81,41 @@ def template_kwargs(text: str | None, enable_thinking: bool | None) -> dict[str,
     return given
 
 
+def selection(
+    steps: str | None = None, seq_ids: list[int] | None = None, event_glob: str | None = None
+) -> Selection:
+    """What `--steps`, `--seq` and `--event` ask for.
+
+    Raises:
+        UsageError: a range that is none, or a pattern that no event can match.
+    """
+    from nvtrace.events import EVENT_TYPES  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.query import Selection  # noqa: PLC0415 - the same
+
+    first, last = (None, None) if steps is None else _step_range(steps)
+    pattern = None if event_glob is None else event_glob.upper()
+    if pattern is not None and not fnmatch.filter(EVENT_TYPES, pattern):
+        raise UsageError(
+            f"--event {event_glob}: no event has such a name; `nvtrace events` lists them all"
+        )
+    return Selection(first, last, frozenset(seq_ids or ()) or None, pattern)
+
+
+def _step_range(text: str) -> tuple[int | None, int | None]:
+    first, dots, last = text.partition("..")
+    try:
+        bounds = (int(first) if first else None, int(last) if last else None)
+    except ValueError:
+        bounds = (None, None)
+    if not dots:
+        bounds = (bounds[0], bounds[0])
+    if bounds == (None, None):
+        raise UsageError(f"--steps {text}: write 17, 100..150, 100.. or ..150")
+    if bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
+        raise UsageError(f"--steps {text}: the first step comes after the last")
+    return bounds
+
+
 def locale_language(environment: Mapping[str, str]) -> Lang:
     """The language that the environment asks for, by the usual order of its variables."""
     for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
@@ -97,3 +134,8 @@ def words(lang: Lang | None) -> Catalog:
 def say(message: str) -> None:
     """A message for the person at the terminal: one line on stderr, escaped; see `tell`."""
     tell(f"nvtrace: {message}")
+
+
+def warn(message: str) -> None:
+    """The same for what is wrong but survivable."""
+    say(f"warning: {message}")

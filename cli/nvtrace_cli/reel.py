@@ -22,7 +22,8 @@ from nvtrace.events import Event
 from nvtrace.query import parse
 from nvtrace.reader import read_trace
 from nvtrace.snapshots import NoSuchStepError, load_state, save_state
-from nvtrace.summary import RequestSummary, RunSummary, summarize_steps
+from nvtrace.summarize import summarize_steps
+from nvtrace.summary import RequestSummary, RunSummary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

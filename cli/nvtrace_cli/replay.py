@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, selection, warn, words
 
 
 class View(StrEnum):
@@ -68,8 +68,6 @@ def replay(
     Data goes to stdout, messages to stderr. Exit codes: 0 shown, 2 wrong usage, 3 not a readable
     trace, 4 a trace newer than this nvtrace.
     """
-    from nvtrace_cli.selection import Selection  # noqa: PLC0415 - --help needs no msgspec
-
     if interactive:
         options: dict[str, object] = {
             "--json": json,
@@ -81,7 +79,7 @@ def replay(
         _refuse(options)
         from nvtrace_cli.browse import browse  # noqa: PLC0415 - needs a POSIX terminal
 
-        browse(file, words(lang), Selection.parse(steps, [], None).first_step)
+        browse(file, words(lang), selection(steps).first_step)
         return
     from nvtrace_cli.views.replay import Replay, parse_speed  # noqa: PLC0415 - nor rich
 
@@ -97,9 +95,9 @@ def replay(
         )
     screen = Replay(
         file,
-        Selection.parse(steps, seq or [], event),
+        selection(steps, seq, event),
         words(lang),
-        warn=lambda message: say(f"warning: {message}"),
+        warn=warn,
         speed=None if speed is None else parse_speed(speed),
         is_unfolded=unfold,
     )

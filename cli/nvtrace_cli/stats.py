@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
-from nvtrace_cli.records import records_of, saying_untimed
+from nvtrace_cli.options import LangOption, warn, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,21 +62,19 @@ def stats(
 
 def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics | RunMetrics]:
     """The requests as they end, the run at last."""
-    from nvtrace.measure import Measure  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace.reader import name_of  # noqa: PLC0415 - the same
+    from nvtrace.caveats import saying_untimed, saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.measure import Measure  # noqa: PLC0415 - the same
+    from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
     measure = Measure()
     try:
-        for record in saying_untimed(records_of(file, _warn, watch), file, _warn):
+        records = saying_whose(read_trace(file, warn=warn, watch=watch), file, warn)
+        for record in saying_untimed(records, file, warn):
             yield from measure.apply(record)
     except InconsistentTraceError as error:
         raise InconsistentTraceError(f"{name_of(file)}: {error}") from error
     yield measure.run()
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")
 
 
 def _first_requests(

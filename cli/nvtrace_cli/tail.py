@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, say, selection, warn, words
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -38,13 +38,12 @@ def tail(
     readable trace, 4 a trace newer than this nvtrace, 130 stopped.
     """
     from nvtrace.follow import follow_trace  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace_cli.selection import Selection  # noqa: PLC0415 - the same
     from nvtrace_cli.views.tail import Log  # noqa: PLC0415 - nor rich
 
     if file == "-":
         raise UsageError("tail follows a file; `nvtrace replay - --view log` reads standard input")
     catalog = words(lang)
-    log = Log(Selection.parse(None, seq or [], event), catalog, as_json=json)
+    log = Log(selection(seq_ids=seq, event_glob=event), catalog, as_json=json)
 
     def pause() -> None:
         log.flush()
@@ -54,6 +53,6 @@ def tail(
         Path(file),
         pause=pause,
         missing=lambda: say(catalog.ui("tail_waiting", file=file)),
-        warn=lambda message: say(f"warning: {message}"),
+        warn=warn,
     ):
         log.show(record)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, warn, words
 
 _FOUND = 1
 
@@ -40,7 +40,7 @@ def validate(
 
     if json and plain:
         raise UsageError("--json and --plain cannot be used together: give one of them")
-    faults = view.Faults(file, words(lang), warn=lambda message: say(f"warning: {message}"))
+    faults = view.Faults(file, words(lang), warn=warn)
     if json:
         num_faults = faults.print_json()
     elif plain:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import RunFailedError, UsageError
-from nvtrace_cli.options import LangOption, say, words
+from nvtrace_cli.options import LangOption, say, warn, words
 from nvtrace_cli.outputs import refuse_streams, writing
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def whatif(
     codes: 0 shown, 2 wrong usage, or a question that the trace cannot answer, 3 not a readable
     trace, 4 a trace newer than this nvtrace, 5 the simulated trace could not be written.
     """
-    from nvtrace.led import saying_whose  # noqa: PLC0415 - --help needs no msgspec
+    from nvtrace.caveats import saying_whose  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
     from nvtrace.whatif import WhatIfError, parse_changes, read_recording  # noqa: PLC0415 - the same
@@ -93,7 +93,7 @@ def whatif(
             raise UsageError(
                 f"--out keeps the trace of one run, but there are {len(cases)} cases: give one"
             )
-        records = saying_whose(read_trace(file, warn=_warn), file, _warn)
+        records = saying_whose(read_trace(file, warn=warn), file, warn)
         recording = read_recording(records)
         all_settings = [recording.settings.changed(each) for each in cases]
         is_again = not cases and out is not None  # then the unchanged run is the one to keep
@@ -170,7 +170,3 @@ def _say_how_it_went(sink: Sink, outcome: RerunResult, name: str) -> None:
             "do not read times from it"
         )
     say(f"simulated trace: {name}")
-
-
-def _warn(message: str) -> None:
-    say(f"warning: {message}")

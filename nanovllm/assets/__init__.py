@@ -1,8 +1,6 @@
 """What ships with nanovllm: a tiny, real Qwen3 checkpoint.
 
-This module knows where the checkpoint lies. It does not read it, and it does not know how it was
-made: that is the recipe's business (`make tiny-model`), which lives in the source
-tree only.
+`make tiny-model` trains it, from the recipe in docs/tiny-qwen3 of the source tree.
 """
 
 from __future__ import annotations

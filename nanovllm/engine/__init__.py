@@ -1,1 +1,1 @@
-"""The engine: what to compute (scheduler, pages) and how (runner, tensors)."""
+"""The engine: what to compute (scheduler, blocks) and how (runner, tensors)."""

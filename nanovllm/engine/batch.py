@@ -1,7 +1,6 @@
-"""Batch: who runs in one step and with how many tokens. The scheduler gives it to the runner.
+"""Batch: the sequences of one step, with how many tokens each. From the scheduler to the runner.
 
-Knows sequences, counts and what is left of the step's token budget. Does not know why they were
-chosen (`scheduler.py`) or what tensors they become (`model_inputs.py`).
+`scheduler.py` chooses the sequences; `model_inputs.py` turns them into inputs of the model.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ class Batch:
 
     Attributes:
         token_budget: how many more tokens this step may compute.
-        seqs: the sequences, in the order in which their tokens are laid out.
-        num_scheduled_tokens: for each, how many tokens are computed in this step.
+        seqs: the sequences, in the order of their tokens in the model's inputs.
+        num_scheduled_tokens: for each sequence, how many tokens are computed in this step.
         num_prefills: how many of them compute their prompt, or a chunk of it; the others compute
             the one token that was sampled last.
         sampled_seqs: those whose last token is computed in this step, so that the next one can be
-            sampled; an unfinished chunk is not among them.
+            sampled. A prompt of which a part is left to compute is not among them.
     """
 
     token_budget: int
@@ -36,7 +35,7 @@ class Batch:
     sampled_seqs: list[Sequence] = field(default_factory=list)
 
     def add(self, seq: Sequence) -> None:
-        """Let `seq` compute in this step what it can within the budget."""
+        """Add `seq` with as many of its uncomputed tokens as the budget allows."""
         num_uncomputed_tokens = seq.num_uncomputed_tokens
         num_tokens = min(num_uncomputed_tokens, self.token_budget)
         self.token_budget -= num_tokens
@@ -47,7 +46,7 @@ class Batch:
             self.sampled_seqs.append(seq)
 
     def add_decode(self, seq: Sequence) -> None:
-        """Let `seq` compute the one token that was sampled last. The same as `add`, but faster."""
+        """Add `seq` with the one token that was sampled last. The same as `add`, but faster."""
         self.token_budget -= 1
         self.seqs.append(seq)
         self.num_scheduled_tokens.append(1)

@@ -1,23 +1,24 @@
 """BlockManager: which blocks of the KV cache belong to which sequence.
 
-Knows block numbers, reference counts and the hashes of full blocks. Does not know what is written
-in a block (`kv_cache.py` has the tensors), nor when a sequence should run (`scheduler.py`). vLLM's
-counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`.
+It handles block ids, reference counts and the hashes of full blocks; the tensors are in
+`kv_cache.py`. vLLM's counterparts are `vllm/v1/core/block_pool.py` and `kv_cache_manager.py`. (The
+paper on PagedAttention calls a block a page.)
 
     pool    block  0    1    2    3    4    5        block_size tokens of K and V each
             refs   2    1    0    0    1    1
-            hash   a    b    c    -    -    -        published: full and computed
+            hash   a    b    c    -    -    -        of blocks that are full and computed
     tables  seq 7: [0, 1, 4]     seq 9: [0, 5]       block 0 is shared
     free    3 -> 2                                   next taken ... last taken
 
 Every block is either referenced by a table or in the free list. A free block that still has a hash
 keeps its contents and can be *revived*. The free list is therefore also the eviction order: blocks
-with nothing worth keeping are put at its head, published ones at its tail (least recently used
-first; within one sequence the deepest first, since a prefix is worth more than what follows it:
-docs/decisions/0003).
+without a hash are put at its head, hashed ones at its tail (least recently used first; within one
+sequence the last block of its table first, since a prefix can be shared more often than what
+follows it: docs/decisions/0003).
 
-A block's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). It is
-published after its last token was computed, never before, so that no sequence reads an empty block.
+A block's hash covers all tokens before it as well: hash(i) = H(hash(i-1), tokens of block i). A
+block is hashed after its last token was computed, never before, so that no sequence reads an empty
+block.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BlockManager:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens a block holds, at least 1.
-        observer: told of every change.
-        enable_prefix_caching: publish and share full blocks.
+        observer: called after every change.
+        enable_prefix_caching: hash and share full blocks.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class BlockManager:
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is in the blocks, which must all be free. The free list does not change."""
+        """Remove all hashes. Every block must be free; the free list does not change."""
         self.stats = PrefixCacheStats()
         hashes, block_ids = list(self.cached_blocks), list(self.cached_blocks.values())
         self.cached_blocks = {}
@@ -80,7 +81,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken now, published ones included."""
+        """Blocks that can be taken now, hashed ones included."""
         return len(self.free_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -90,10 +91,10 @@ class BlockManager:
     # -- admission -------------------------------------------------------------------------------
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """The published blocks that hold a prefix of `seq`, in its order. Changes nothing.
+        """The hashed blocks that hold a prefix of `seq`, in its order. Changes nothing.
 
-        The last token is never among them: at least one token must be computed, or there would be
-        no logits to sample from. If every block is cached, the last one is computed again.
+        They never hold the last token: at least one token must be computed, or there would be no
+        logits to sample from. If every block is cached, the last one is computed again.
         """
         if not self.enable_prefix_caching:
             return []
@@ -131,15 +132,15 @@ class BlockManager:
     # -- decode ----------------------------------------------------------------------------------
 
     def needs_block(self, seq: Sequence) -> bool:
-        """Has the last token of `seq` no block yet?
+        """Does the last token of `seq` need a new block?
 
         That token was sampled by the step before and appended in `postprocess`; so with blocks of
-        256 a new block is due when num_tokens is 257, not 256.
+        256 a new block is needed when num_tokens is 257, not 256.
         """
         return seq.num_tokens > len(seq.block_table) * self.block_size
 
     def can_append(self, seq: Sequence) -> bool:
-        """Is there room for the last token of `seq`?"""
+        """Is there a block for the last token of `seq`, its own or a free one?"""
         return bool(self.free_blocks) or not self.needs_block(seq)
 
     def may_append(self, seq: Sequence) -> None:
@@ -151,8 +152,8 @@ class BlockManager:
 
     # -- after the computation -------------------------------------------------------------------
 
-    def publish(self, seq: Sequence, num_computed_before: int) -> None:
-        """Publish the blocks of `seq` that became full and computed since `num_computed_before`."""
+    def hash_full_blocks(self, seq: Sequence, num_computed_before: int) -> None:
+        """Hash the blocks of `seq` that became full and computed since `num_computed_before`."""
         first = num_computed_before // self.block_size
         stop = seq.num_computed_tokens // self.block_size
         if first == stop or not self.enable_prefix_caching:
@@ -162,7 +163,7 @@ class BlockManager:
         for index in range(first, stop):
             block_id, chain_hash = seq.block_table[index], self._chain_hash(seq, index)
             if chain_hash in self.cached_blocks:
-                continue  # computed twice (by equal requests at once, say): keep the first
+                continue  # computed twice, by equal requests in one step: keep the first
             self.cached_blocks[chain_hash] = block_id
             self.block_hashes[block_id] = chain_hash
             block_ids.append(block_id)
@@ -171,8 +172,8 @@ class BlockManager:
             self.observer.blocks_hash(seq, block_ids, hashes)
 
     def deallocate(self, seq: Sequence) -> list[int]:
-        """Take all blocks from `seq`. Returns those that no other holds: they are free now."""
-        released = seq.block_table[::-1]  # the deepest first
+        """Take all blocks from `seq`. Returns those that no other sequence holds: now free."""
+        released = seq.block_table[::-1]  # the last one first
         freed = []
         for block_id in released:
             self.ref_counts[block_id] -= 1
@@ -189,7 +190,7 @@ class BlockManager:
     # -- inside ----------------------------------------------------------------------------------
 
     def _take_blocks(self, num_blocks: int) -> list[int]:
-        """Take blocks from the free list's head; published ones lose their contents."""
+        """Take blocks from the free list's head. Hashed ones among them are evicted."""
         block_ids = [self.free_blocks.popitem(last=False)[0] for _ in range(num_blocks)]
         evicted: list[int] = []
         hashes: list[bytes] = []
@@ -206,7 +207,7 @@ class BlockManager:
         return block_ids
 
     def _chain_hash(self, seq: Sequence, index: int) -> bytes:
-        """The hash of block `index` of `seq` and of all before it (128 bits, kept on `seq`)."""
+        """The hash of block `index` of `seq` and of all before it: 128 bits, cached on `seq`."""
         hashes = seq.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
@@ -218,7 +219,7 @@ class BlockManager:
         """Assert the invariants, given all sequences that may hold blocks. For tests and debugging.
 
         Raises:
-            AssertionError: two facts disagree; the message names both.
+            AssertionError: tables, ref counts, free list and hashes do not agree.
         """
         held = [0] * self.num_blocks
         for seq in seqs:
@@ -229,12 +230,12 @@ class BlockManager:
         assert held == self.ref_counts, f"tables hold {held}, ref_counts say {self.ref_counts}"
         free = {block_id for block_id, count in enumerate(held) if count == 0}
         assert free == set(self.free_blocks), f"free: {free} by tables, {self.free_blocks} by list"
-        published = {h: b for b, h in enumerate(self.block_hashes) if h is not None}
-        assert published == self.cached_blocks, "block_hashes and cached_blocks differ"
+        hashed = {h: b for b, h in enumerate(self.block_hashes) if h is not None}
+        assert hashed == self.cached_blocks, "block_hashes and cached_blocks differ"
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """H(parent, tokens): the identity of a full block and of everything before it.
+    """H(parent, tokens): identifies a full block and all tokens before it.
 
     Args:
         parent: the hash of the block before, b"" for the first.

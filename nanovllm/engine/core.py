@@ -1,15 +1,16 @@
-"""EngineCore: the loop of every engine. schedule -> run -> postprocess, again and again.
+"""EngineCore: the loop of every engine. Each step: schedule -> run -> postprocess.
 
-    scheduler.schedule()      -> Batch      who computes how many tokens in this step
+    scheduler.schedule()      -> Batch      which sequences compute how many tokens in this step
     runner.launch(batch)      -> Launched   the device begins; token_ids() waits for it
     scheduler.postprocess()   -> the sequences that ended
 
-A runner is whatever computes a batch: the model (`model_runner.py`), the tokens of a recorded run
-(nvtrace's what-if), a fake model in the tests. Imports no torch. Does not know text: `find_stopped`
-says which requests have reached a stop string. vLLM's counterpart is `vllm/v1/engine/core.py`.
+A runner computes batches: with the model (`model_runner.py`), from the tokens of a recorded run
+(`nvtrace.whatif`), or with a fake model in the tests. This module imports no torch. `find_stopped`
+returns the requests that have reached a stop string. vLLM's counterpart is
+`vllm/v1/engine/core.py`.
 
-There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU that
-can begin the next step behind this one, before the host has seen this one's tokens:
+There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU: it
+launches the next step before this step's tokens are known, so that the GPU need not wait:
 
     GPU     |    step n    |   step n + 1   |
     host     launches n + 1, waits for n, postprocesses n, schedules n + 1, launches n + 2 ...
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.gpu.foresight import Foresight, foresee
+from nanovllm.gpu.run_ahead import NextStep, predict_next_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A step that was launched on a device; this class: one that is over when `launch` returns.
+    """A step that was launched. This class: one that was computed before `launch` returned.
 
     Args:
         token_ids: one token for each of the batch's `sampled_seqs`.
-        gpu_ns: how long a GPU was busy with it; None without a GPU.
+        gpu_ns: how long the GPU was busy with it, nanoseconds; None without a GPU.
     """
 
     def __init__(self, token_ids: list[int], gpu_ns: int | None = None) -> None:
@@ -44,7 +45,7 @@ class Launched:
 
     @property
     def can_be_followed(self) -> bool:
-        """Can the next step be launched behind this one, before its tokens are known?"""
+        """Can the next step be launched before this step's tokens are known?"""
         return False
 
     def token_ids(self) -> list[int]:
@@ -52,23 +53,23 @@ class Launched:
         return self._token_ids
 
     def gpu_ns(self) -> int | None:
-        """How long the GPU was busy with it, known after `token_ids`; None without a GPU."""
+        """How long the GPU was busy with it, once `token_ids` has returned; None without a GPU."""
         return self._gpu_ns
 
-    def launch_next(self, foresight: Foresight) -> Launched | None:
-        """Launch the next step behind this one; None if that is not possible."""
+    def launch_next(self, next_step: NextStep) -> Launched | None:
+        """Launch the predicted next step after this one; None if that is not possible."""
         raise NotImplementedError
 
     def is_step_of(self, batch: Batch) -> bool:
-        """Of a step that was launched ahead: does it compute exactly this batch?"""
+        """Does this step, which was launched ahead, compute exactly this batch?"""
         raise NotImplementedError
 
 
 class Runner(Protocol):
-    """What the loop needs from whatever computes a batch.
+    """What the loop needs from a runner.
 
     Attributes:
-        runs_ahead: can steps be launched before the last one's tokens are known?
+        runs_ahead: can a step be launched before the tokens of the previous one are known?
     """
 
     runs_ahead: bool
@@ -82,11 +83,10 @@ class EngineCore:
     """A scheduler and a runner, run step by step.
 
     Args:
-        scheduler: chooses each step's work.
+        scheduler: chooses the batch of each step.
         runner: computes it.
-        find_stopped: given the sampled sequences and their tokens, those whose text has reached a
-            stop string.
-        observer: told of each step.
+        find_stopped: sampled sequences, their tokens -> those whose text has reached a stop string.
+        observer: called at each stage of a step.
 
     Attributes:
         engine_step: how many steps have begun.
@@ -104,22 +104,22 @@ class EngineCore:
         self.find_stopped = find_stopped
         self.observer = observer
         self.engine_step = 0
-        self._ahead: Launched | None = None  # the step after the one under way, if it was launched
+        self._ahead: Launched | None = None  # the next step, if it was launched already
 
     def step(self) -> list[Sequence]:
-        """Advance every scheduled sequence once. Returns those that ended in this step."""
+        """Run one step. Returns the sequences that ended in it."""
         batch = self._schedule()
         launched = self.runner.launch(batch, self.engine_step)
         token_ids = launched.token_ids()
         return self._postprocess(batch, launched, token_ids)
 
     def step_ahead(self) -> list[Sequence]:
-        """As `step`; and the next step is launched behind this one, as soon as it is known."""
+        """As `step`, but also launch the next step, as soon as it can be predicted."""
         batch = self._schedule()
         launched = self._take_ahead(batch) or self.runner.launch(batch, self.engine_step)
         self._launch_next(batch, launched)
         token_ids = launched.token_ids()
-        if self._ahead is None:  # it may be possible now that the tokens are known
+        if self._ahead is None:  # with the tokens, it may be possible to predict it
             self._launch_next(batch, launched, token_ids)
         return self._postprocess(batch, launched, token_ids)
 
@@ -134,7 +134,7 @@ class EngineCore:
         gpu_ns = launched.gpu_ns()
         if gpu_ns is not None:
             self.observer.gpu_time(gpu_ns)
-        if token_ids:  # an unfinished chunk of a prompt has none
+        if token_ids:  # none if the step computed only a part of one prompt
             self.observer.sample_tokens(batch.sampled_seqs, token_ids)
         stopped = self.find_stopped(batch.sampled_seqs, token_ids)
         finished = self.scheduler.postprocess(batch, token_ids, stopped)
@@ -149,6 +149,6 @@ class EngineCore:
         self, batch: Batch, launched: Launched, token_ids: list[int] | None = None
     ) -> None:
         if launched.can_be_followed:
-            foresight = foresee(self.scheduler, batch, token_ids)
-            if foresight is not None:
-                self._ahead = launched.launch_next(foresight)
+            next_step = predict_next_step(self.scheduler, batch, token_ids)
+            if next_step is not None:
+                self._ahead = launched.launch_next(next_step)

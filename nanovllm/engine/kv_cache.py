@@ -1,26 +1,25 @@
-"""The KV cache: how many blocks the memory holds, and the blocks themselves.
+"""The KV cache: how many blocks fit into the memory, and their tensors.
 
-Knows bytes and tensors. Does not know which sequence has a block (`block_manager.py`). vLLM's
-counterpart is `determine_available_memory` in `vllm/v1/worker/`.
+`block_manager.py` assigns the blocks to sequences. vLLM's counterpart of this module is
+`determine_available_memory` in `vllm/v1/worker/`.
 
-`gpu_memory_utilization` is the share of the memory that all programs together may fill. On a GPU
-the engine takes all that is left of it. A made-up step of the largest size shows what a step needs
-besides the weights; the rest is for the cache:
+`gpu_memory_utilization` is the fraction of the memory that all programs together may use. On a GPU
+the engine uses all that is left of it. A dummy step of the largest size shows how much memory a
+step needs besides the weights; the rest is for the cache:
 
     |<------------------ total * utilization ------------------>|
     | used: weights, and | peak - current: | graph |  KV blocks  |          |
     | other programs     | a step's tensors| pool  |             |
 
-On a CPU a step's memory is not measured, and a laptop runs other programs too: the budget is what
-is free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a machine
-share it. `num_kvcache_blocks=` overrides both rules. A block holds the same tokens on every rank,
-for that rank's heads; so the rank with the least room decides how many blocks there are.
+On a CPU the memory of a step is not measured, and other programs need memory too: the budget is
+what is free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a
+machine share it. `num_kvcache_blocks=` overrides both rules. A block holds the same tokens on every
+rank, for the heads of that rank; so the rank with the fewest blocks sets the number for all.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -38,7 +37,7 @@ CPU_KV_CACHE_LIMIT = 2 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBudget:
-    """Every term of the sum that ends in the number of blocks. All sizes in bytes, of one rank.
+    """Every term of the calculation of the number of blocks. Sizes are in bytes, of one rank.
 
     num_blocks = available // block_bytes (the least of all ranks'), or as given;
     on a GPU    available = total * utilization - used - (peak - current) - graph_pool;
@@ -69,13 +68,13 @@ class KVBudget:
 def estimate_budget(
     config: Config, model: ModelConfig, ranks: Ranks, step_memory: StepMemory | None = None
 ) -> KVBudget:
-    """Work out how many blocks this rank has room for.
+    """Compute how many blocks fit into the memory of this rank.
 
     Args:
         config: the engine's settings, resolved.
-        model: the checkpoint's shape.
-        ranks: which of the KV heads are this rank's, and how many ranks share this machine.
-        step_memory: what a warm-up on a GPU showed; None on a CPU.
+        model: the model's config.
+        ranks: how many of the KV heads this rank has, and how many ranks share this machine.
+        step_memory: what the warm-up measured on a GPU; None on a CPU.
 
     Raises:
         KVCacheError: not one block fits.
@@ -99,7 +98,7 @@ def estimate_budget(
         total_bytes=total,
         free_bytes=free,
         used_bytes=used,
-        **({} if step_memory is None else dataclasses.asdict(step_memory)),
+        **({} if step_memory is None else asdict(step_memory)),
         utilization=config.gpu_memory_utilization,
         limit_bytes=CPU_KV_CACHE_LIMIT if step_memory is None else None,
         num_local_ranks=ranks.num_local_ranks,
@@ -127,7 +126,7 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         *(2, budget.num_layers, budget.num_blocks),
         *(budget.block_size, budget.num_kv_heads, budget.head_dim),
     )
-    # A CPU would allocate more than it has, and fail when it is used.
+    # A CPU allocates more memory than it has, and fails only when that is written to.
     if budget.num_blocks * budget.block_bytes > budget.total_bytes:
         raise too_many_blocks(budget, device)
     try:

@@ -1,7 +1,6 @@
-"""LLMEngine: requests come in, `EngineCore` runs step by step, text goes out.
+"""LLMEngine: takes requests, runs `EngineCore` step by step, returns text.
 
-Knows requests and their text. Does not know how a batch is chosen (`scheduler.py`) or computed
-(`model_runner.py`). vLLM's counterpart is `vllm/v1/engine/llm_engine.py`.
+vLLM's counterpart is `vllm/v1/engine/llm_engine.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from nanovllm.outputs import (
     stream_output,
 )
 from nanovllm.utils.input_processor import InputProcessor, Request, check_fits
-from nanovllm.utils.peers import for_peers
 from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.vllm_names import accepts_vllm_options
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -47,21 +46,21 @@ if TYPE_CHECKING:
     Stream = Generator[StreamOutput, None, None]
 
 
-@for_peers("generate", "stream", "add_request")
+@accepts_vllm_options("generate", "stream", "add_request")
 class LLMEngine:
-    """Requests and text around the loop (`core.py`). `LLM` builds one from a model's folder.
+    """Requests and their text around the loop (`core.py`). `LLM` builds one from a model's folder.
 
-    Threads may share it: they take turns. A call waits for the calls of other threads: for
-    `generate` until it returns, for `stream` until its next output. `exit` does not wait.
+    Threads can share it: a lock lets one in at a time. A call waits for the calls of other threads:
+    for `generate` until it returns, for `stream` until its next output. `exit` does not wait.
 
     Args:
         config: the settings, resolved.
-        model_config: the model's shape.
+        model_config: the model's config.
         runner: computes batches.
-        num_kvcache_blocks: blocks of the KV cache that the runner has.
-        eos_token_ids: each of these ends a sequence.
+        num_kvcache_blocks: number of blocks in the runner's KV cache.
+        eos_token_ids: any of these ends a sequence.
         tokenizer: text -> tokens -> text.
-        observer: told of everything the engine does.
+        observer: called for everything the engine does.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class LLMEngine:
         self.core = EngineCore(self.scheduler, runner, self.output_processor.process, observer)
         self.requests: dict[int, Sequence] = {}  # not yet ended
         self.num_requests = 0
-        self._turn = RLock()  # not a Lock: an observer may call the engine back
-        self._handled: BaseException | None = None  # the exception that _recovering dealt with last
+        self._lock = RLock()  # not a Lock: an observer may call the engine back
+        self._handled: BaseException | None = None  # the last exception that _recovering handled
 
     # -- request by request ----------------------------------------------------------------------
 
@@ -117,20 +116,20 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: the prompt or the sampling params are malformed.
-            RequestRefusedError: a request that could never finish. Nothing was queued.
+            RequestRefusedError: the request could never finish. Nothing was queued.
 
-        Any other exception (an observer's, or Ctrl-C) ends every unfinished request, as in `step`.
+        Any other exception (Ctrl-C, say) ends every unfinished request, as in `step`.
         """
-        with self._turn:
+        with self._lock:
             return self._enqueue(*self.input_processor.one(prompt, sampling_params)[:2])
 
     def step(self) -> list[RequestOutput]:
-        """Advance every scheduled request once. Returns the requests that ended in this step.
+        """Run one step. Returns the outputs of the requests that ended in it.
 
-        An exception from within (the model's, or Ctrl-C) ends every unfinished request; the engine
-        can be used again after that.
+        An exception in it (from the model, or Ctrl-C) ends every unfinished request; after that the
+        engine can be used again.
         """
-        with self._turn, self._recovering():
+        with self._lock, self._recovering():
             if self.is_finished():
                 return []
             finished = self.core.step_ahead() if self.core.runner.runs_ahead else self.core.step()
@@ -140,9 +139,9 @@ class LLMEngine:
         """End a request now. Returns what it has so far.
 
         Raises:
-            KeyError: no such request, or it has ended.
+            KeyError: no unfinished request has this seq_id.
         """
-        with self._turn:
+        with self._lock:
             if seq_id not in self.requests:
                 raise KeyError(f"no unfinished request has seq_id {seq_id}")
             seq = self.requests[seq_id]
@@ -166,16 +165,16 @@ class LLMEngine:
     # -- the prefix cache ------------------------------------------------------------------------
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
-        """What the prefix cache was asked for so far, and what it had. All 0 if it is off."""
+        """How many tokens were looked up in the prefix cache, and found. All 0 if it is off."""
         return dataclasses.replace(self.scheduler.block_manager.stats)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and reset their statistics.
+        """Remove all prefixes from the cache, and reset its statistics.
 
         Raises:
-            RuntimeError: requests are unfinished; their blocks cannot be taken from them.
+            RuntimeError: requests are unfinished, and use their blocks.
         """
-        with self._turn:
+        with self._lock:
             self._check_finished("reset_prefix_cache()")
             self.scheduler.block_manager.reset_prefix_cache()
 
@@ -187,23 +186,23 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Run all prompts to their ends.
+        """Run all prompts until they have finished.
 
         Args:
-            prompts: each as for `add_request`; a text or a dict alone is one prompt.
+            prompts: each as for `add_request`; a single text or dict is one prompt.
             sampling_params: one for all, or a list with one for each.
             use_tqdm: show a progress bar, if stderr is a terminal.
 
         Returns:
-            One output for each prompt, in the prompts' order. A request that could never fit is
-            refused alone (finish_reason "refused"); the others run.
+            One output for each prompt, in the prompts' order. A request that could never finish is
+            refused (finish_reason "refused"); the others run.
 
         Raises:
-            TypeError, ValueError: something malformed; nothing was queued.
+            TypeError, ValueError: an argument is malformed; nothing was queued.
             RequestRefusedError: all requests were refused.
             RuntimeError: requests from `add_request` are unfinished.
         """
-        with self._turn:
+        with self._lock:
             self._check_idle()
             requests = self.input_processor.batch(prompts, sampling_params)
             num_prompts = len(requests)
@@ -223,39 +222,39 @@ class LLMEngine:
     def stream(
         self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Stream:
-        """Run all prompts to their ends, and yield what is new after each step.
+        """Run all prompts until they have finished, and yield the new text after each step.
 
         Between two outputs, requests may be added and aborted: the stream yields their outputs
         too. It ends when all requests have ended; closing it earlier aborts the unfinished ones.
 
         Args:
             prompts: as for `generate`. They are checked at once, and queued when the first output
-                is asked for.
+                is requested.
             sampling_params: as for `generate`.
 
         Yields:
             After each step, an output for each request that got new text or has ended.
 
         Raises:
-            As `generate`; and TokenizerError, if tokens cannot be turned into text one by one.
+            As `generate`; and TokenizerError, if the tokenizer cannot decode token by token.
         """
-        with self._turn:
+        with self._lock:
             self._check_idle()
             self.tokenizer.check_detokenizable("streaming needs")
             requests = self.input_processor.batch(prompts, sampling_params)
-        return self._by_turns(self._stream(requests))
+        return self._locked(self._stream(requests))
 
-    def _by_turns(self, stream: Stream) -> Stream:
-        """The same outputs; other threads may use the engine between two of them."""
+    def _locked(self, stream: Stream) -> Stream:
+        """The same outputs. The lock is held while one is made, and free between two of them."""
         try:
             while True:
-                with self._turn:
+                with self._lock:
                     output = next(stream, None)
                 if output is None:
                     return
                 yield output
         finally:
-            with self._turn:
+            with self._lock:
                 stream.close()
 
     def _stream(self, requests: list[Request]) -> Stream:
@@ -268,19 +267,19 @@ class LLMEngine:
             num_outputs = len(refused)
             for place, output in refused.items():
                 yield stream_output(output, "", place)
-            while not self.is_finished() or self.output_processor.news:
-                self.step()  # does nothing if an abort() is the only news
-                # Made before the first is yielded: what happens during a yield comes next time.
-                news = [
+            while not self.is_finished() or self.output_processor.updates:
+                self.step()  # does nothing if an abort() is the only update
+                # All are made before the first is yielded: the caller may call abort() in between.
+                updates = [
                     stream_output(request_output(seq), delta, place_of.get(seq.seq_id))
-                    for seq, delta in self.output_processor.take_news()
+                    for seq, delta in self.output_processor.take_updates()
                 ]
-                for new in news:
-                    num_outputs += new["finish_reason"] is not None
-                    yield new
+                for update in updates:
+                    num_outputs += update["finish_reason"] is not None
+                    yield update
         finally:
             self.output_processor.stop_streaming()
-            # Closed before its end: nobody waits for the rest.
+            # If the stream was closed before its end, no one needs the rest.
             for seq_id in [*self.requests]:
                 self.abort(seq_id)
         self.observer.generate_finish(num_outputs)
@@ -289,7 +288,7 @@ class LLMEngine:
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Reset everything after an exception, which may have come at any point of a step."""
+        """Reset everything after an exception, which may come at any point of a step."""
         try:
             yield
         except BaseException as error:
@@ -319,7 +318,7 @@ class LLMEngine:
     def _enqueue_all(
         self, requests: list[Request]
     ) -> tuple[dict[int | None, int], dict[int, RequestOutput]]:
-        """Returns seq_id -> place among the prompts, and place -> output of those refused."""
+        """Returns seq_id -> index of the prompt, and index -> output of the refused ones."""
         place_of: dict[int | None, int] = {}
         refused: dict[int, RequestOutput] = {}
         for place, (token_ids, params, _) in enumerate(requests):
@@ -339,7 +338,7 @@ class LLMEngine:
             raise
         seq_id = self.num_requests
         self.num_requests += 1
-        # Times an odd number, modulo 2**64: no two engine seeds give a request the same seed.
+        # An odd factor modulo 2**64: different engine seeds give a request different seeds.
         own_seed = (self.config.seed * 0x9E3779B97F4A7C15 + seq_id) % 2**64
         seed = own_seed if params.seed is None else params.seed
         seq = Sequence(seq_id, token_ids, params, seed)

@@ -1,11 +1,10 @@
-"""Batch -> the numbers a forward pass needs, as plain lists. Pure functions.
+"""Batch -> the inputs of a forward pass, as plain lists. Pure functions.
 
-Knows how a batch is laid out flat and where each token's K and V go. Does not know tensors or
-devices: `model_runner.py` turns the lists into tensors. vLLM's counterpart is `prepare_inputs` in
+`model_runner.py` turns the lists into tensors. vLLM's counterpart is `prepare_inputs` in
 `vllm/v1/worker/gpu/model_runner.py`.
 
 A block of block_size tokens has block_size slots; slot = block * block_size + offset in the block.
-Two sequences of 11 and 17 tokens, blocks of 256, tables [0] and [1]:
+Two sequences of 11 and 17 tokens, blocks of 256, block tables [0] and [1]:
 
     input_ids     a0 a1 ... a10 | b0  b1  ... b16        28 tokens in one row
     positions      0  1 ...  10 |  0   1  ...  16        for RoPE
@@ -32,20 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """The layout of a step in which each sequence may compute any number of tokens.
+    """The inputs of a step in which each sequence may compute any number of tokens.
 
     Attributes:
         input_ids: (num_tokens,) all new tokens, one sequence after the other.
         positions: (num_tokens,) each token's index in its sequence.
-        slot_mapping: (num_tokens,) the slot its K and V are written to.
+        slot_mapping: (num_tokens,) the slot that its K and V are written to.
         position_ranges: per sequence, its first and last position in this step.
-        slot_ranges: the same slots as `slot_mapping`, as (first, last) runs.
+        slot_ranges: the same slots as `slot_mapping`, as ranges (first, last).
         cu_seqlens_q: (num_seqs + 1,) cumulative number of new tokens.
-        cu_seqlens_k: (num_seqs + 1,) cumulative length of the contexts they attend to.
+        cu_seqlens_k: (num_seqs + 1,) cumulative length of the contexts that they attend to.
         max_seqlen_q, max_seqlen_k: the longest of each.
         context_lens: (num_seqs,) how many tokens each sequence attends to.
-        block_tables: (num_seqs, max_num_blocks), 0 past a table's end; None if no sequence has
-            anything in the cache yet, so that attention can use the new K and V directly.
+        block_tables: (num_seqs, max_num_blocks), padded with 0; None if no sequence has anything in
+            the cache yet, so that attention can use the new K and V directly.
         logits_indices: (num_sampled,) rows of the flat batch whose next token is sampled.
     """
 
@@ -65,14 +64,14 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """The layout of a step in which each sequence computes one token.
+    """The inputs of a step in which each sequence computes one token.
 
     Attributes:
         input_ids: (num_seqs,) each sequence's last token.
         positions: (num_seqs,) its index.
-        slot_mapping: (num_seqs,) the slot its K and V are written to.
-        context_lens: (num_seqs,) how many tokens it attends to, itself included.
-        block_tables: (num_seqs, max_num_blocks), 0 past a table's end.
+        slot_mapping: (num_seqs,) the slot that its K and V are written to.
+        context_lens: (num_seqs,) how many tokens it attends to, including itself.
+        block_tables: (num_seqs, max_num_blocks), padded with 0.
     """
 
     input_ids: list[int]
@@ -81,7 +80,7 @@ class DecodeInputs:
     context_lens: list[int]
     block_tables: list[list[int]]
 
-    # One token of each sequence: nothing is cut up, and every row is sampled.
+    # One token of each sequence: row i belongs to sequence i, and every row is sampled.
     cu_seqlens_q = cu_seqlens_k = ()
     max_seqlen_q = 1
     logits_indices = None
@@ -94,12 +93,12 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every rank must know to compute its part of a step.
+    """What every rank needs to compute its part of a step.
 
     Attributes:
         engine_step: the step's number.
         phase: the batch's.
-        inputs: the layout; a decode's for the phase "decode", else a prefill's.
+        inputs: DecodeInputs for the phase "decode", else PrefillInputs.
     """
 
     engine_step: int
@@ -108,7 +107,7 @@ class Step:
 
 
 def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:
-    """Lay out a prefill batch."""
+    """Prepare the inputs of a prefill or mixed batch."""
     input_ids: list[int] = []
     position_ranges: list[tuple[int, int]] = []
     slot_ranges: list[tuple[int, int]] = []
@@ -141,7 +140,7 @@ def prepare_prefill(batch: Batch, block_size: int) -> PrefillInputs:
 
 
 def prepare_decode(batch: Batch, block_size: int) -> DecodeInputs:
-    """Lay out a decode batch."""
+    """Prepare the inputs of a decode batch."""
     positions = [seq.num_computed_tokens for seq in batch.seqs]
     return DecodeInputs(
         input_ids=[seq.token_ids[-1] for seq in batch.seqs],
@@ -158,7 +157,7 @@ def prepare_decode(batch: Batch, block_size: int) -> DecodeInputs:
 def _slot_ranges(
     block_table: list[int], start: int, stop: int, block_size: int
 ) -> Iterator[tuple[int, int]]:
-    """The slots of positions start..stop-1, one (first, last) run for each block they touch."""
+    """The slots of positions start..stop-1, one range (first, last) for each of their blocks."""
     while start < stop:
         offset = start % block_size
         num_tokens = min(stop - start, block_size - offset)

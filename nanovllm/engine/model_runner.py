@@ -1,19 +1,18 @@
-"""ModelRunner: Batch -> tokens. The only place where sequences become tensors, and tensors tokens.
+"""ModelRunner: Batch -> tokens, with the model, the KV cache's tensors and the device.
 
-Knows the model, the KV cache's tensors and the device. Does not know queues, or why a batch was
-chosen. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
+vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
 
-Start-up, in the article's order: take a place among the ranks, load the weights, compute a made-up
-step to see what memory it takes, work out how many KV blocks fit, allocate them and hand each layer
-its slice, record CUDA graphs. (On a CPU no step is measured and no graph is recorded.)
+Start-up, in the article's order: join the ranks, load the weights, compute a dummy step to measure
+its memory, compute how many KV blocks fit, allocate them and give each layer its slice, capture
+CUDA graphs. (On a CPU no step is measured and no graph is captured.)
 
-A step goes one of three ways:
+A step is computed in one of three ways:
 
-    eager             plain torch, kernel by kernel: everywhere; tests compare the others with it
+    eager             plain torch, kernel by kernel: on any device; the oracle of the others
     fused             this project's kernels, on a GPU: prefills and mixed steps
-    a graph's replay  the fused step, recorded: decodes; perhaps launched ahead (gpu/cuda_graphs.py)
+    graph replay      the fused step, captured: decodes; can be launched ahead (gpu/cuda_graphs.py)
 
-With tensor parallelism every rank has a ModelRunner. Rank 0 lays the batch out (`launch`) and
+With tensor parallelism every rank has a ModelRunner. Rank 0 prepares the inputs (`launch`) and
 samples; the other ranks compute the same inputs (`parallel/worker.py`).
 """
 
@@ -31,7 +30,7 @@ from nanovllm.engine.kv_cache import KVBudget, allocate_kv_cache, estimate_budge
 from nanovllm.engine.model_inputs import PrefillInputs, Step, prepare_decode, prepare_prefill
 from nanovllm.gpu.attention_choice import make_attention_backend
 from nanovllm.gpu.cuda_graphs import capture_graphs
-from nanovllm.gpu.timer import Stretch, measuring
+from nanovllm.gpu.timer import GPUTimer, gpu_timer
 from nanovllm.gpu.warmup import measure_step_memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, forward_context
@@ -61,13 +60,13 @@ class ModelRunner:
 
     Args:
         config: the engine's settings, resolved.
-        model_config: the checkpoint's shape.
-        observer: told of each stage of the start-up and of each step.
-        ranks: this process's place among those that share the model.
+        model_config: the model's config.
+        observer: called at each stage of the start-up and of each step.
+        ranks: the processes that share the model, and which of them this one is.
 
     Raises:
-        ModelConfigError: the memory cannot hold such a model.
-        WeightsError: the checkpoint does not hold exactly this model's tensors.
+        ModelConfigError: the model does not fit into the memory.
+        WeightsError: the checkpoint's tensors are not exactly the model's.
         KVCacheError: not one KV block fits.
         WorkerError: another rank failed.
     """
@@ -98,11 +97,11 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig) -> None:
         check_sizes(self.config.model, model_config)
         longest = self.config.max_model_len
-        # All ranks' memory together must hold the model. Asked before any of it is allocated.
+        # The memory of all ranks together must hold the model. Checked before any is allocated.
         num_sharing = 1 if self.device.type == "cuda" else self.ranks.num_local_ranks
         memory = device_memory(self.device)[0] // num_sharing * self.ranks.parallel.world_size
         model_config.check_memory(self.config.model, memory, self.dtype.itemsize, longest)
-        # No sequence goes past max_model_len: a table of more positions would waste memory.
+        # No sequence is longer than max_model_len: a rotary table of more positions wastes memory.
         shape = dataclasses.replace(model_config, max_position_embeddings=longest)
         backend = make_attention_backend(self.config.attention_backend)
         before = torch.get_default_dtype()
@@ -127,7 +126,7 @@ class ModelRunner:
     def _make_kv_cache(self, model_config: ModelConfig) -> KVBudget:
         step_memory = measure_step_memory(self, model_config)  # None on a CPU
         budget = estimate_budget(self.config, model_config, self.ranks, step_memory)
-        # A block holds the same tokens on every rank, so the rank with the least room decides.
+        # A block holds the same tokens on every rank: take the lowest number of any rank.
         num_blocks = self.ranks.parallel.min(budget.num_blocks)
         budget = dataclasses.replace(budget, num_blocks=num_blocks)
         self.num_kvcache_blocks = budget.num_blocks
@@ -150,20 +149,20 @@ class ModelRunner:
         step = Step(engine_step, batch.phase, prepare(batch, self.config.kvcache_block_size))
         if self.graphs is not None and self.graphs.can_compute(step.inputs):
             return self.graphs.launch(batch, step, step.inputs)
-        logits, stretch = self.compute_eagerly(step)
-        # An unfinished chunk of a prompt has nothing to sample.
+        logits, timer = self.compute_eagerly(step)
+        # If the step computed only a part of a prompt, there is nothing to sample.
         token_ids = self.sample(logits, batch.sampled_seqs) if batch.sampled_seqs else []
-        return Launched(token_ids, None if stretch is None else stretch.elapsed_ns())
+        return Launched(token_ids, None if timer is None else timer.elapsed_ns())
 
-    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, Stretch | None]:
-        """This rank's part of a step, kernel by kernel.
+    def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, GPUTimer | None]:
+        """Compute this rank's part of a step, kernel by kernel.
 
         Returns:
-            Rank 0's logits of the sampled sequences, and the GPU's marks around the step.
+            The logits of the sampled sequences, on rank 0, and the timer of the step, on a GPU.
         """
         inputs = step.inputs
         context = self._context(inputs)
-        if isinstance(inputs, PrefillInputs):  # any number of tokens a sequence
+        if isinstance(inputs, PrefillInputs):  # any number of tokens per sequence
             self.observer.prepare_prefill_tensors(inputs)
         else:
             self.observer.prepare_decode_tensors(inputs)
@@ -171,16 +170,16 @@ class ModelRunner:
         num_tokens = input_ids.numel()
         threads = threads_for(num_tokens, self.largest_weight)
         with self.ranks.computing(step):
-            with forward_context(context), threads, measuring(self.device) as stretch:
+            with forward_context(context), threads, gpu_timer(self.device) as timer:
                 logits = self.forward(input_ids, positions)
             self.ranks.parallel.await_device()
         no_graph = self.eager_reason or "batch_beyond_graphs"
         reason = no_graph if step.phase == "decode" else step.phase
         self.observer.run_eager(reason, num_tokens)
-        return logits, stretch
+        return logits, timer
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute a step kernel by kernel, inside a `forward_context`: tokens -> logits."""
+        """Compute a step's logits, kernel by kernel, inside a `forward_context`."""
         model = self.model if self.fused is None else self.fused
         return model.compute_logits(model(input_ids, positions))
 
@@ -201,7 +200,7 @@ class ModelRunner:
         )
 
     def _tensor(self, values: Seq[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """(num_values,). By way of an array, since a prefill may have many thousands."""
+        """(num_values,). Through an array, which is faster for the many values of a prefill."""
         if not values:
             return torch.empty(0, dtype=dtype, device=self.device)
         typecode = "q" if dtype is torch.int64 else "i"
@@ -212,10 +211,10 @@ class ModelRunner:
 def sample_tokens(
     sampler: Sampler, ranks: Ranks, logits: torch.Tensor, seqs: list[Sequence]
 ) -> list[int]:
-    """Draw on rank 0, which has the logits, and send the tokens to the ranks that need them.
+    """Sample on rank 0, which has the logits, and send the tokens to the ranks that need them.
 
     Raises:
-        LogitsError: the logits of one have no largest finite number.
+        LogitsError: a row of the logits has no finite maximum.
     """
     token_ids: list[int] = []
     found: dict[int, dict[int, float]] = {}

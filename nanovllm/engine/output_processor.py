@@ -1,8 +1,8 @@
 """OutputProcessor: sampled tokens -> text, and which requests have reached a stop string.
 
-Knows the text of those requests that need it while they run: those with stop strings, and all
-during a `stream`. Does not end a request: it tells the scheduler which ones are stopped. vLLM's
-counterpart is `vllm/v1/engine/output_processor.py`.
+It decodes while a request runs only if the request has stop strings, or during a `stream`. The
+scheduler ends the requests that have reached a stop string. vLLM's counterpart is
+`vllm/v1/engine/output_processor.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ class OutputProcessor:
     """The texts of an engine's unfinished requests.
 
     Args:
-        tokenizer: knows the bytes of each token.
+        tokenizer: has the bytes of each token.
 
     Attributes:
-        is_streaming: while this is on, the text of every request that is queued is made token by
-            token; `stop_streaming` ends it.
+        is_streaming: while it is True, every request that is queued is decoded token by token;
+            `stop_streaming` sets it to False.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.detokenizers: dict[int, Detokenizer] = {}  # by seq_id
         self.is_streaming = False
-        self.news: dict[int, tuple[Sequence, Detokenizer]] = {}  # since `take_news`, by seq_id
+        # By seq_id, since the last `take_updates`.
+        self.updates: dict[int, tuple[Sequence, Detokenizer]] = {}
 
     def add(self, seq: Sequence) -> None:
         """A request was queued."""
@@ -75,16 +76,16 @@ class OutputProcessor:
     # -- streaming -------------------------------------------------------------------------------
 
     def stop_streaming(self) -> None:
-        """No more news will be asked for."""
+        """Do not collect updates any more."""
         self.is_streaming = False
-        self.news.clear()
+        self.updates.clear()
 
-    def take_news(self) -> list[tuple[Sequence, str]]:
+    def take_updates(self) -> list[tuple[Sequence, str]]:
         """The requests that got new text or ended since the last call, each with that text."""
-        news = [(seq, detokenizer.take()) for seq, detokenizer in self.news.values()]
-        self.news.clear()
-        return [(seq, delta) for seq, delta in news if delta or seq.is_finished]
+        updates = [(seq, detokenizer.take()) for seq, detokenizer in self.updates.values()]
+        self.updates.clear()
+        return [(seq, delta) for seq, delta in updates if delta or seq.is_finished]
 
     def _note(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         if self.is_streaming:
-            self.news[seq.seq_id] = seq, detokenizer
+            self.updates[seq.seq_id] = seq, detokenizer

@@ -1,12 +1,12 @@
-"""Policies: what goes into a step. Each fills the batch from the scheduler's parts.
+"""Policies: what goes into a step. Each is a function that fills the batch.
 
-Knows the order in which a step's budget is spent. Does not know queues, blocks or budgets:
-`Scheduler.continue_prefill`, `admit` and `decode` keep to those. A policy of your own is a
-function like these: `POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
+It decides the order in which a step's budget is used, by calling `Scheduler.continue_prefill`,
+`admit` and `decode`, which respect the queues, the blocks and the budgets. To add your own:
+`POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
 
-`decode` comes first or alone, since it may preempt any running sequence, even one in the batch.
-A prompt that is computed in part must be continued before a request is admitted: it is the last in
-the running queue, and must stay there until its prefill is complete.
+`decode` must be called first or alone, because it may preempt any running sequence, even one that
+is in the batch already. A prompt that is computed in part must be continued before a request is
+admitted: it must stay the last in the running queue until its prefill is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Policy = Callable[["Scheduler", "Batch"], None]
 
 
 def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
-    """The article's policy: prompts if there are any to compute, else one token per sequence."""
+    """The article's policy: a prefill if there are prompts to compute, else a decode."""
     scheduler.continue_prefill(batch)
     scheduler.admit(batch)
     if not batch:
@@ -32,9 +32,9 @@ def prefill_first(scheduler: Scheduler, batch: Batch) -> None:
 def mixed(scheduler: Scheduler, batch: Batch) -> None:
     """Close to vLLM V1: one token for each running sequence, the rest of the budget for prompts.
 
-    No running sequence waits for another one's prompt. (If the budget is smaller than the running
-    queue, only the oldest get a token; that holds for every policy.) `docs/en/vllm.md` lists what
-    vLLM 0.32.0 does differently, such as taking blocks chunk by chunk.
+    No running sequence waits for the prompt of another. (If the budget is smaller than the number
+    of running sequences, only the oldest get a token; that is so with every policy.)
+    `docs/en/vllm.md` lists what vLLM 0.32.0 does differently: it takes blocks chunk by chunk, say.
     """
     scheduler.decode(batch)
     scheduler.continue_prefill(batch)
@@ -42,7 +42,7 @@ def mixed(scheduler: Scheduler, batch: Batch) -> None:
 
 
 def static(scheduler: Scheduler, batch: Batch) -> None:
-    """Static batching, for comparison: no request joins until the whole batch has ended."""
+    """Static batching, for comparison: no request is admitted until the whole batch has ended."""
     if not scheduler.running:
         scheduler.admit(batch)
         return

@@ -1,8 +1,8 @@
-"""Scheduler: who runs in this step, and why the others do not.
+"""Scheduler: which sequences run in this step, and why the others do not.
 
-Knows two queues, three budgets (tokens a step, sequences at once, free blocks) and when a sequence
-ends. Does not know tensors, models or devices: it runs the same under a fake model in the tests.
-vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
+It has two queues and three budgets (tokens per step, running sequences, free blocks), and decides
+when a sequence ends. It needs no tensors and no model. vLLM's counterpart is
+`vllm/v1/core/sched/scheduler.py`.
 
     arrivals -> waiting [w0 w1 w2 ...]                 hold no block
                    | admitted, from the head    ^ preempted, to the head
@@ -12,11 +12,11 @@ vLLM's counterpart is `vllm/v1/core/sched/scheduler.py`.
                                          v
                                       finished
 
-What goes into a step is a policy's choice (`policies.py`). The default, as in the article: a
-prefill if a prompt is under way or a request can be admitted, else a decode; new requests come
-first, since each one makes every later decode step bigger. When a decode runs out of blocks, the
-youngest running sequence (the tail) gives up its own, and is computed again later ("preemption by
-recompute").
+A policy chooses what goes into a step (`policies.py`). The default, as in the article: a prefill if
+a prompt is computed in part or a request can be admitted, else a decode. New requests come first,
+because each one makes every later decode step bigger. When a decode runs out of blocks, the
+youngest running sequence (the tail) is preempted: it gives up its blocks and is computed again
+later.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Scheduler:
 
     Args:
         block_manager: the pool.
-        max_num_seqs: at most this many sequences run at once.
-        max_num_batched_tokens: at most this many tokens are computed in a step.
-        max_model_len: prompt and completion together are at most this long.
-        eos_token_ids: each of these ends a sequence.
-        observer: told of every decision.
-        policy: fills a step's batch.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens computed in a step.
+        max_model_len: maximum length of prompt and completion together.
+        eos_token_ids: any of these ends a sequence.
+        observer: called after every decision.
+        policy: fills the batch of a step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
     # -- arrival ---------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request that can finish: `check_fits` (utils/input_processor.py) has seen it."""
+        """Queue a request that `check_fits` (utils/input_processor.py) has accepted."""
         params = seq.sampling_params
         seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len)
         seq.end_token_ids = frozenset(params.stop_token_ids or ())
@@ -89,7 +89,7 @@ class Scheduler:
     # -- one step: schedule, then (after the model ran) postprocess -------------------------------
 
     def schedule(self) -> Batch:
-        """Choose this step's work, as the policy says.
+        """Choose the batch of this step, by the policy.
 
         Raises:
             RuntimeError: the policy chose no sequence.
@@ -112,33 +112,33 @@ class Scheduler:
     # The parts of a policy. Each adds to the batch what the budgets allow.
 
     def continue_prefill(self, batch: Batch) -> None:
-        """Compute the next chunk of a prompt that was longer than what was left of a step's budget.
+        """Add the next chunk of a prompt that was longer than what was left of a step's budget.
 
-        No request was admitted after it, since it had used up the budget: so it is the last in the
-        running queue.
+        It is the last in the running queue: it used up the budget, so no request was admitted after
+        it.
         """
         if self.running and self.running[-1].is_prefilling and batch.token_budget:
             batch.add(self.running[-1])
 
     def admit(self, batch: Batch, *, chunk_any: bool = False) -> None:
-        """Move the waiting queue's head to running, again and again, until a budget is used up.
+        """Admit requests from the head of the waiting queue, until a budget is used up.
 
-        No request overtakes the head: a small request behind a big one waits with it.
+        Strictly in order: if the head must wait, those behind it wait too.
 
         Args:
-            batch: the step's work so far.
-            chunk_any: cut any prompt that does not fit into what is left of the budget. Else only
-                a step's first prompt is cut; another waits for a step that it fits into, or in
-                which it comes first.
+            batch: the step's batch so far.
+            chunk_any: cut any prompt that does not fit into what is left of the budget. If False,
+                only the first prompt of a step is cut; another waits for a step that it fits into,
+                or in which it is the first.
         """
         while self.waiting and self._admit_head(batch, chunk_any):
             batch.add(self.running[-1])
 
     def decode(self, batch: Batch) -> None:
-        """Compute one token for each running sequence, preempting the youngest if blocks run out.
+        """Add one token of each running sequence. Preempt the youngest if blocks run out.
 
         Raises:
-            ValueError: the batch holds something already, which might have to be preempted.
+            ValueError: the batch is not empty; what is in it might have to be preempted.
         """
         if batch:
             raise ValueError("a policy must call decode() before anything else fills the batch")
@@ -152,7 +152,7 @@ class Scheduler:
             batch.add_decode(seq)
 
     def hold(self, reason: str) -> None:
-        """Tell the observer that the policy admits nothing in this step: it calls no `admit`."""
+        """Report that this step admits nothing, for a policy that does not call `admit`."""
         if self.waiting:
             head, num_running = self.waiting[0], len(self.running)
             self.observer.admission_stop(self, head, reason, num_running, 0)
@@ -160,7 +160,7 @@ class Scheduler:
     def postprocess(
         self, batch: Batch, token_ids: list[int], stopped: Container[Sequence] = ()
     ) -> list[Sequence]:
-        """Update the sequences with what the model computed.
+        """Update the sequences after the model has computed the batch.
 
         Args:
             batch: what `schedule` returned.
@@ -173,10 +173,10 @@ class Scheduler:
         for seq, num_tokens in zip(batch.seqs, batch.num_scheduled_tokens, strict=True):
             num_computed_before = seq.num_computed_tokens
             seq.num_computed_tokens += num_tokens
-            self.block_manager.publish(seq, num_computed_before)
+            self.block_manager.hash_full_blocks(seq, num_computed_before)
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
-            seq.token_ids.append(token_id)  # its K and V follow in the next step
+            seq.token_ids.append(token_id)  # its K and V are computed in the next step
             reason = "stop_string" if seq in stopped else self._finish_reason(seq, token_id)
             if reason is not None:
                 self.running.remove(seq)
@@ -201,7 +201,7 @@ class Scheduler:
     # -- leaving ---------------------------------------------------------------------------------
 
     def abort(self, seq: Sequence) -> None:
-        """End a waiting or running request between two steps; its blocks are free at once."""
+        """End a waiting or running request between two steps, and free its blocks."""
         (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
         self.observer.request_abort(seq)
         self._finish(seq, "aborted")
@@ -209,7 +209,7 @@ class Scheduler:
     def reset(self, seqs: list[Sequence]) -> None:
         """End all of `seqs`, empty both queues, and make every block free and empty.
 
-        This works after an exception at any point, since it reads no state that may be wrong.
+        This works after an exception at any point: it does not rely on the state before.
         """
         self.waiting.clear()
         self.running.clear()
@@ -254,7 +254,7 @@ class Scheduler:
         while not self.block_manager.can_append(seq):
             victim = self.running.pop()
             self._preempt(victim, for_seq=seq)
-            if victim is seq:  # it was the last one: no other is left to preempt
+            if victim is seq:  # it was the youngest itself: no other is left to preempt
                 return False
         self.block_manager.may_append(seq)
         return True
@@ -281,7 +281,7 @@ class Scheduler:
         """Assert the invariants of queues and pool. For tests and debugging.
 
         Raises:
-            AssertionError: two facts disagree; the message names both.
+            AssertionError: queues, statuses, tables and limits do not agree.
         """
         self.block_manager.check([*self.waiting, *self.running])
         assert len(self.running) <= self.max_num_seqs, f"{len(self.running)} are running"

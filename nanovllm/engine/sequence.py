@@ -1,14 +1,13 @@
-"""Sequence: one request from arrival to end. The object that the whole engine passes around.
+"""Sequence: one request from arrival to end: its tokens, its KV blocks, what is computed of it.
 
-Knows its tokens, its KV blocks and how many of its tokens are computed. Does not know queues,
-budgets or the pool that the blocks come from. vLLM's counterpart is `vllm/v1/request.py`.
+vLLM's counterpart is `vllm/v1/request.py`.
 
     WAITING --admitted--> RUNNING --eos, max_tokens ... (FinishReason)--> FINISHED
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
 
-A WAITING sequence holds no block; a RUNNING one holds the blocks of all its tokens, except perhaps
-of the one that was sampled last.
+A WAITING sequence holds no block. A RUNNING one holds the blocks of all its tokens; the token that
+was sampled last may not have one yet.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FinishReason = Literal["eos", "stop_token", "stop_string", "max_tokens", "max_mo
 
 
 class SequenceStatus(StrEnum):
-    """Where a sequence is in its life."""
+    """The status of a sequence."""
 
     WAITING = "WAITING"
     RUNNING = "RUNNING"
@@ -36,23 +35,24 @@ class Sequence:
     """One request's state.
 
     Attributes:
-        seq_id: its number, counted by the engine it belongs to.
+        seq_id: its number in the engine, from 0.
         token_ids: prompt and completion, one list.
-        sampling_params: what the request asked for.
-        seed: what its random draws depend on, besides the position.
+        sampling_params: the sampling options of the request.
+        seed: the seed of its random numbers, which also depend on the position.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_num_tokens: it ends at this length; set by the scheduler when it is queued.
-        end_token_ids: it also ends with each of these tokens; set by the scheduler, too.
-        logprobs: for each generated token, token id -> log-probability; empty if not asked for.
-        status, finish_reason: where it is in its life; why it ended, None before.
-        num_computed_tokens: how many leading tokens have their K and V in the blocks.
+        end_token_ids: it also ends with any of these tokens; set by the scheduler, too.
+        logprobs: for each generated token, token id -> log-probability; empty if not requested.
+        status: WAITING, RUNNING or FINISHED.
+        finish_reason: why it ended; None before.
+        num_computed_tokens: of how many tokens, from the first on, K and V are in the blocks.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
             admitted; 0 while it waits.
         num_prefill_tokens: its length when it was last admitted: this many tokens must be
             computed before the next one can be sampled. 0 before its first admission.
-        block_table: block numbers; token i lies in block block_table[i // block_size].
-        block_hashes: the hash chain of its full blocks, as far as it was needed (kept through a
-            preemption, since tokens never change).
+        block_table: block ids; token i is in block block_table[i // block_size].
+        block_hashes: the hashes of its full blocks, as far as they were needed. They are kept when
+            it is preempted, because its tokens do not change.
     """
 
     seq_id: int
@@ -99,12 +99,12 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose K and V are still to be computed. In a steady decode: 1, the last one."""
+        """Tokens whose K and V are still to be computed. During decode: 1, the last one."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_prefilling(self) -> bool:
-        """Of a running sequence: is its prefill not yet complete (between two chunks)?"""
+        """Is a part of its prefill still to be computed?"""
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property

@@ -1,1 +1,1 @@
-"""What makes a GPU fast: graphs, kernels, fused steps. A first reader may skip it."""
+"""What runs on a GPU only: CUDA graphs, kernels, fused steps. A first reader may skip it."""

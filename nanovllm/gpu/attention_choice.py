@@ -1,19 +1,18 @@
-"""What an attention backend is, which one runs here, and why that one.
+"""The choice of an attention backend (`layers/attention.py`) for a machine and a model.
 
-    hybrid        flash-attn for prefills, this project's kernels for decodes, faster there
+    hybrid        flash-attn for prefills, this project's kernels (faster there) for decodes
     flash_attn    the flash-attn package for both
-    triton        this project's own kernels (gpu/kernels) for both: any GPU that Triton knows
-    sdpa          torch's attention over gathered pages: anywhere, and the oracle of the others
+    triton        this project's kernels (gpu/kernels) for both: on any GPU that Triton supports
+    sdpa          torch's attention over gathered blocks: on any device; the oracle of the others
 
-Knows what each of them needs, as one table of questions. What is installed is asked of the machine
-by `attention_facts`, once; the choice is a pure function.
+`attention_facts` finds out what is installed; from that, the choice is a pure function.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.errors import AttentionBackendError
 from nanovllm.gpu.flash_attn_calls import flash_attn_version
@@ -21,58 +20,14 @@ from nanovllm.gpu.flash_attn_calls import flash_attn_version
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from nanovllm.layers.context import Context
+    from nanovllm.layers.attention import AttentionBackend
 
 ATTENTION_BACKENDS = ("hybrid", "flash_attn", "triton", "sdpa")
 
-FLASH_PAGE_MULTIPLE = 256  # tokens: flash-attn 2 reads pages of such sizes
+FLASH_BLOCK_MULTIPLE = 256  # flash-attn 2 needs a block size that is a multiple of this
 FLASH_CAPABILITY = (8, 0)
 TRITON_CAPABILITY = (7, 0)
 MAX_HEAD_DIM = 256
-
-
-class AttentionBackend(Protocol):
-    """One way to compute paged attention. It keeps nothing from one call to the next.
-
-    What all layers of a step share it may leave in `context.plan`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The word that chooses this backend."""
-        ...
-
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
-        ...
-
-    def prefill(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """Attend from any number of new tokens a sequence to its whole context, causally.
-
-        The new tokens are the last of the context. Where `context.block_tables` is None they are
-        all of it, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim). Else
-        these are the cache's blocks, and the new tokens' are written there already.
-
-        Returns:
-            (num_tokens, num_heads, head_dim), as `q` is.
-        """
-        ...
-
-    def decode(
-        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
-    ) -> Tensor:
-        """Attend from one new token a sequence, already written, to its whole context.
-
-        Returns:
-            (num_seqs, num_heads, head_dim), as `q` is.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +38,9 @@ class AttentionFacts:
         device_type: "cpu" or "cuda".
         capability: the GPU's compute capability; (0, 0) for a CPU.
         dtype: of the keys and values.
-        head_dim: numbers in a head.
-        block_size: tokens in a KV page.
-        flash_attn: the version that is installed for such a GPU, 2 or 3; None for none.
+        head_dim: size of a head.
+        block_size: tokens in a KV block.
+        flash_attn: the installed version for such a GPU, 2 or 3; None if there is none.
         has_triton: is the package installed?
     """
 
@@ -101,7 +56,7 @@ class AttentionFacts:
 def attention_facts(
     device_type: str, capability: tuple[int, int], dtype: str, head_dim: int, block_size: int
 ) -> AttentionFacts:
-    """Add what is installed to what is known."""
+    """Return these facts, together with what is installed."""
     known = (device_type, capability, dtype, head_dim, block_size)
     has_triton = find_spec("triton") is not None
     return AttentionFacts(*known, flash_attn_version(capability), has_triton)
@@ -111,14 +66,14 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
     """Choose a backend.
 
     Args:
-        asked: one of ATTENTION_BACKENDS, or "auto" for the first of them that runs here.
+        asked: one of ATTENTION_BACKENDS, or "auto" for the first of them that can run.
         facts: about machine and model.
 
     Returns:
-        Its name, and the reason: "asked", or "first_choice", or what the faster one lacks.
+        Its name, and the reason: "asked", "first_choice", or why the first choice cannot run.
 
     Raises:
-        AttentionBackendError: the one that was asked for cannot run here.
+        AttentionBackendError: the requested one cannot run on this machine or with this model.
     """
     if asked != "auto":
         obstacle = _obstacle(asked, facts)
@@ -129,7 +84,7 @@ def choose_attention(asked: str, facts: AttentionFacts) -> tuple[str, str]:
             )
         return asked, "asked"
     obstacles = {name: _obstacle(name, facts) for name in ATTENTION_BACKENDS}
-    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)  # sdpa at last
+    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     return chosen, obstacles[ATTENTION_BACKENDS[0]] or "first_choice"
 
 
@@ -139,7 +94,7 @@ def make_attention_backend(name: str) -> AttentionBackend:
     Raises:
         ValueError: there is none of that name.
     """
-    # Imported here: Triton and flash-attn are on a GPU user's machine only.
+    # Imported here, because Triton and flash-attn are installed on GPU machines only.
     if name == "sdpa":
         from nanovllm.layers.attention_sdpa import SdpaBackend  # noqa: PLC0415 - imports torch
 
@@ -156,12 +111,12 @@ def make_attention_backend(name: str) -> AttentionBackend:
 
 
 def can_fuse(facts: AttentionFacts) -> bool:
-    """Can the model run through the kernels of gpu/kernels? They ask what attention's do."""
+    """Can the model run with the kernels of gpu/kernels? Their needs are those of "triton"."""
     return _obstacle("triton", facts) is None
 
 
 def _obstacle(name: str, facts: AttentionFacts) -> str | None:
-    """Return the first need of a backend that is not met."""
+    """Return the code of the first need of a backend that is not met; None if all are."""
     if name == "sdpa":
         return None
     if facts.device_type != "cuda":
@@ -170,9 +125,9 @@ def _obstacle(name: str, facts: AttentionFacts) -> str | None:
         "flash_attn_missing": facts.flash_attn is not None,
         "gpu_too_old": facts.capability >= FLASH_CAPABILITY,
         "needs_16_bit": facts.dtype in {"float16", "bfloat16"},
-        "needs_pages_of_256": facts.block_size % FLASH_PAGE_MULTIPLE == 0,
+        "needs_pages_of_256": facts.block_size % FLASH_BLOCK_MULTIPLE == 0,
         "head_dim_unsupported": facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0,
-        "triton_missing": facts.has_triton,  # it writes K and V into the pages
+        "triton_missing": facts.has_triton,  # a Triton kernel writes K and V into the blocks
     }
     needs_of_triton = {
         "triton_missing": facts.has_triton,

@@ -1,7 +1,7 @@
 """HybridBackend and FlashAttentionBackend: paged attention through the flash-attn package, on GPUs.
 
-Knows which kind of step is whose. The package's calls are in `flash_attn_calls.py`; what is not
-done with them is `TritonBackend`'s: K and V are written into the pages by this project's kernel.
+The calls of the package are in `flash_attn_calls.py`. K and V are written into the blocks by this
+project's kernel, as in `TritonBackend`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 
 class HybridBackend(TritonBackend):
-    """Prefills by flash-attn, decodes by `kernels.paged_attention`: what "auto" takes on a GPU.
+    """Prefills by flash-attn, decodes by `kernels.paged_attention`: the first choice on a GPU.
 
-    flash-attn 2's decode starts slowly: at one sequence of 512 tokens it took four times as long
+    The decode of flash-attn 2 is slower: four times as slow with one sequence of 512 tokens
     (docs/performance-notes.md).
     """
-
-    name = "hybrid"
 
     def __init__(self) -> None:
         version = flash_attn_version(gpu_capability("cuda"))
@@ -41,9 +39,7 @@ class HybridBackend(TritonBackend):
 
 
 class FlashAttentionBackend(HybridBackend):
-    """Both by flash-attn."""
-
-    name = "flash_attn"
+    """Prefills and decodes by flash-attn."""
 
     def decode(
         self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context

@@ -1,9 +1,7 @@
-"""TritonBackend: paged attention through this project's own kernels, on GPUs.
+"""TritonBackend: paged attention with this project's own kernels, on GPUs.
 
-For whoever has no flash-attn (a T4, an unusual page size or head), and for whoever wants to read
-how paged attention works: `gpu/kernels/paged_attention.py` and `prefill_attention.py` draw it.
-
-Knows which kernel serves which kind of step. Does not know how pages are managed.
+It runs where flash-attn does not: on a T4, or with an unusual block size or head size. To learn how
+paged attention works, read `gpu/kernels/paged_attention.py` and `prefill_attention.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 class TritonBackend:
     """Attention by the kernels of `gpu/kernels`."""
-
-    name = "triton"
 
     def write_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor

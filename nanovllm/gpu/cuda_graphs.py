@@ -1,8 +1,8 @@
-"""DecodeGraphs: a whole decode step as one launch, from last tokens to next tokens.
+"""DecodeGraphs: a whole decode step as one launch, from the last tokens to the next ones.
 
 A decode step is two to three hundred kernels, and the CPU needs longer to launch them one by one
-than the GPU to run them. A CUDA graph is recorded once and launched as a whole. It always runs on
-the same memory, so its inputs live in tensors that never move, and each batch is copied into them:
+than the GPU needs to run them. A CUDA graph is captured once and then launched as a whole. It
+always uses the same memory, so its inputs are in fixed tensors, and each batch is copied into them:
 
                         graph of 4 rows, batch of 3          row 3 is padding: position -1
         input_ids       [  t0    t1    t2    -  ]
@@ -16,19 +16,18 @@ the same memory, so its inputs live in tensors that never move, and each batch i
               │
               └──> input_ids, and positions + 1: ready for the same batch's next token
 
-A graph is for one number of rows; a batch takes the smallest that holds it. Where the next step is
-known to be of the same batch, or of what is left of it, it is launched behind this one, before the
-host has so much as seen this one's tokens. Nothing but new pages and ended rows is copied for it:
+A graph is captured for one number of rows; a batch uses the smallest one that holds it. If the next
+step is predicted to be the same batch, or what is left of it, it is launched before the tokens of
+this step are known (`run_ahead.py`). Only new blocks and ended rows are copied for it:
 
     GPU    |      step n      |    step n + 1    |
     host    L waits ..........| ends n, begins n + 1, L waits ...     L: launches the next
 
-If the next step turns out to be another one, the result of what was launched is not used: its keys
-and values lie in slots that no sequence uses yet or that get the same values again, and its tokens
-are not read. If only some of its rows have ended unforeseen, the others are used.
+If another batch is scheduled, the result of the launched step is discarded: its keys and values are
+in slots that no sequence uses yet, or that get the same values again. If only some of its sequences
+ended unexpectedly, the rows of the others are used.
 
-Knows rows, their tensors and the graphs. Does not know why a batch is what it is, nor what the
-model computes. vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`, `capture_model`.
+vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`, `capture_model`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import torch
 
 from nanovllm.engine.core import Launched
 from nanovllm.engine.model_inputs import DecodeInputs, prepare_decode
-from nanovllm.gpu.timer import Stretch
+from nanovllm.gpu.timer import GPUTimer
 from nanovllm.layers.context import Context, forward_context
 from nanovllm.layers.sampler import FLOAT32, broken_logits
 
@@ -57,34 +56,34 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_inputs import PrefillInputs, Step
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.foresight import Foresight
     from nanovllm.gpu.qwen3_fused import FusedQwen3
+    from nanovllm.gpu.run_ahead import NextStep
     from nanovllm.observer import Observer
     from nanovllm.parallel.ranks import Ranks
     from nanovllm.utils.model_config import ModelConfig
 
-# Steps of 16, the height of a tensor core's tile, so that a larger graph costs what it holds. From
-# 512 on, steps of 64: each graph takes time and memory at the start.
+# Multiples of 16, the rows of a tensor core's tile, so that padding costs little. From 512 on
+# multiples of 64, because each graph takes time and memory at the start.
 SIZES = (1, 2, 4, 8, *range(16, 512, 16), *range(512, 2049, 64))
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows to record graphs for, ascending; the last holds `max_num_seqs`.
+    """Return the numbers of rows to capture graphs for, ascending; the last holds `max_num_seqs`.
 
-    Beyond 2,048 sequences a step is launched kernel by kernel.
+    A step of more than 2,048 sequences is launched kernel by kernel.
     """
     limit = min(max_num_seqs, SIZES[-1])
     return [*(size for size in SIZES if size < limit), limit]
 
 
 def smallest_that_holds(batch_size: int, sizes: list[int]) -> int | None:
-    """Return the first of these ascending sizes that is not below `batch_size`; None if all are."""
+    """Return the first of these ascending sizes that is at least `batch_size`; None if none is."""
     index = bisect_left(sizes, batch_size)
     return sizes[index] if index < len(sizes) else None
 
 
 class DecodeBuffers:
-    """The inputs of decode steps, where the graphs read them. One row a sequence.
+    """The inputs and outputs of the graphs. One row for each sequence.
 
     Attributes:
         input_ids: (num_rows,) int64, the token to compute.
@@ -92,7 +91,7 @@ class DecodeBuffers:
         block_tables: (num_rows, max_num_blocks) int32.
         seeds: (num_rows,) int64, the 64 bits of each request's seed.
         temperatures: (num_rows,) float32.
-        token_ids: (num_rows,) int64, what was drawn; -1 where the logits were not finite.
+        token_ids: (num_rows,) int64, the sampled tokens; -1 where the logits were not finite.
         logits: (num_rows, vocab_size), in the model's dtype.
     """
 
@@ -115,63 +114,63 @@ class DecodeBuffers:
         self.token_ids = on_device(num_rows)
         self.no_token = on_device(1) - 1
         self.logits = on_device(num_rows, vocab_size, dtype=dtype)
-        # What derive_inputs fills.
+        # Filled by derive_inputs.
         self.rope_positions = on_device(num_rows)
         self.slot_mapping = on_device(num_rows)
         self.context_lens = on_device(num_rows, dtype=torch.int32)
         self.is_greedy = on_device(num_rows, dtype=torch.bool)
-        # Page-locked, so that nobody waits for a copy.
+        # In pinned memory, so that copies are asynchronous.
         pin = device.type == "cuda"
         shape = (num_rows, max_num_blocks)
         self.host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=pin)
         self.host_token_ids = torch.zeros((2, num_rows), dtype=torch.int64, pin_memory=pin)
 
     def load_sampling(self, seqs: list[Sequence]) -> None:
-        """Copy how the first rows, which are those of `seqs`, are sampled."""
+        """Copy temperatures and seeds of `seqs` into the first rows."""
         temperatures = [seq.sampling_params.temperature for seq in seqs]
-        # In float32 a tiny one would be 0, and 0 is greedy.
+        # In float32 a tiny temperature would be 0, which means greedy.
         _copy("f", [t and max(t, FLOAT32.tiny) for t in temperatures], self.temperatures)
         _copy("Q", [seq.seed % 2**64 for seq in seqs], self.seeds)
 
 
 @dataclass(slots=True, eq=False)
 class GraphStep(Launched):
-    """A decode step that the GPU was given as one graph.
+    """A decode step that was launched as one graph.
 
     Attributes:
-        graphs: whose graph it is.
+        graphs: all graphs of the engine.
         seqs: the batch.
-        places: the row of each, in the batch's order.
-        size: of the graph.
-        stretch: around the step on the GPU; its end is passed when the tokens are on the host.
+        places: the row of each sequence, in the batch's order.
+        size: number of rows of the graph.
+        timer: of the step on the GPU; when it has ended, the tokens are on the host.
         host_token_ids: (size,), -1 in a row whose logits were not finite.
-        foresight: of a step that was launched ahead: what must come true.
-        is_drawn: does each row draw its next token by itself?
+        predicted: the prediction, if the step was launched ahead.
+        is_sampled: does the graph sample the tokens of all sequences?
     """
 
     graphs: DecodeGraphs
     seqs: list[Sequence]
     places: list[int]
     size: int
-    stretch: Stretch
+    timer: GPUTimer
     host_token_ids: Tensor
-    foresight: Foresight | None = None
-    is_drawn: bool = True
+    predicted: NextStep | None = None
+    is_sampled: bool = True
 
     @property
     def can_be_followed(self) -> bool:
         """See Launched."""
-        return self.is_drawn and self.graphs.ranks.parallel.world_size == 1
+        return self.is_sampled and self.graphs.ranks.parallel.world_size == 1
 
     def token_ids(self) -> list[int]:
         """See Launched.
 
         Raises:
-            LogitsError: the logits of a row have no largest finite number.
+            LogitsError: a row of the logits has no finite maximum.
         """
-        if not self.is_drawn:
+        if not self.is_sampled:
             return self.graphs.sample(self.graphs.logits(self.places), self.seqs)
-        self.stretch.last.synchronize()
+        self.timer.end.synchronize()
         by_row: list[int] = self.host_token_ids.tolist()
         token_ids = [by_row[place] for place in self.places]
         if min(token_ids) < 0:
@@ -180,21 +179,21 @@ class GraphStep(Launched):
 
     def gpu_ns(self) -> int | None:
         """See Launched."""
-        return self.stretch.elapsed_ns()
+        return self.timer.elapsed_ns()
 
-    def launch_next(self, foresight: Foresight) -> GraphStep | None:
-        """See Launched. It must be of the same graph."""
-        return self.graphs.launch_next(self, foresight)
+    def launch_next(self, next_step: NextStep) -> GraphStep | None:
+        """See Launched. Possible only if the next step uses the same graph."""
+        return self.graphs.launch_next(self, next_step)
 
     def is_step_of(self, batch: Batch) -> bool:
-        """See Launched. Who ended unforeseen leaves its row; the other rows count."""
-        rows = None if self.foresight is None else self.foresight.rows_of(batch)
+        """See Launched. A row whose sequence ended unexpectedly becomes padding."""
+        rows = None if self.predicted is None else self.predicted.rows_of(batch)
         if rows is None:
             return False
         places = [self.places[row] for row in rows]
         self.graphs.clear(sorted({*self.places} - {*places}))
         self.seqs, self.places = batch.seqs, places
-        self.graphs.tell_ahead(batch, self.size)
+        self.graphs.report_ahead(batch, self.size)
         return True
 
 
@@ -205,9 +204,9 @@ class DecodeGraphs:
         model: computes a step, inside a `forward_context`.
         config: the engine's settings, resolved.
         vocab_size: the model's.
-        ranks: who computes along.
-        sample: (logits, sequences) -> tokens, for rows whose logits somebody must see.
-        observer: told how each step went.
+        ranks: the processes that compute each step together.
+        sample: (logits, sequences) -> tokens, for sequences that a graph cannot sample.
+        observer: called for each step.
     """
 
     def __init__(
@@ -236,20 +235,20 @@ class DecodeGraphs:
             getattr(torch, config.dtype),
             ranks.parallel.device,
         )
-        # Two steps can be under way: one that is waited for, and one behind it.
+        # Two steps can be in progress: the one that is waited for, and the next one.
         self._hosts = list(self.buffers.host_token_ids)
-        self._stretches = [Stretch(), Stretch()]
+        self._timers = [GPUTimer(), GPUTimer()]
         self._tables_are_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     # -- start -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record a graph for each size, the largest first: the others fit into its memory."""
+        """Capture a graph for each size, the largest first: the others reuse its memory."""
         free_before = torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            self.run(size)  # compiles kernels and makes handles, which a recording must not
+            self.run(size)  # compiles kernels and creates handles, which a capture must not do
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -261,8 +260,8 @@ class DecodeGraphs:
             self.ranks.parallel.graphs += self.graphs.values()
 
     def run(self, size: int) -> None:
-        """Compute a step of `size` rows, kernel by kernel: what a graph of that size records."""
-        # Imported here: what else is in this module can be read and tested without Triton.
+        """Compute a step of `size` rows, kernel by kernel. This is what a graph captures."""
+        # Imported here, so that the rest of this module can be tested without Triton.
         from nanovllm.gpu.kernels.decode_inputs import derive_inputs  # noqa: PLC0415
         from nanovllm.gpu.kernels.sampler import sample  # noqa: PLC0415
 
@@ -280,8 +279,8 @@ class DecodeGraphs:
         context = Context(
             phase="decode",
             slot_mapping=slot_mapping,
-            cu_seqlens_q=slot_mapping,  # not read: backends that can be captured cut a decode by
-            cu_seqlens_k=slot_mapping,  # its context_lens
+            cu_seqlens_q=slot_mapping,  # not used: in a decode, backends that can be captured
+            cu_seqlens_k=slot_mapping,  # use context_lens
             max_seqlen_q=1,
             max_seqlen_k=self.max_model_len,
             context_lens=context_lens,
@@ -295,8 +294,8 @@ class DecodeGraphs:
         token_ids, is_finite = sample(
             logits, rows.temperatures[:size], rows.is_greedy[:size], noise_keys
         )
-        # A token from broken logits may be no token at all, and the next step is under way before
-        # anybody sees that it is.
+        # A token from broken logits may be invalid, and the next step may start before the host
+        # knows it: use token 0 there.
         rows.input_ids[:size] = token_ids * is_finite
         positions += positions >= 0
         rows.token_ids[:size] = torch.where(is_finite, token_ids, rows.no_token)
@@ -304,26 +303,26 @@ class DecodeGraphs:
     # -- a step ----------------------------------------------------------------------------------
 
     def can_compute(self, inputs: PrefillInputs | DecodeInputs) -> TypeGuard[DecodeInputs]:
-        """Is it a decode, and is there a graph that holds so many rows?"""
+        """Are these the inputs of a decode, and is there a graph with enough rows?"""
         is_decode = isinstance(inputs, DecodeInputs)
         return is_decode and self.size_for(len(inputs.input_ids)) is not None
 
     def size_for(self, batch_size: int) -> int | None:
-        """The smallest graph that holds so many rows; None if there is none."""
+        """The size of the smallest graph that holds so many rows; None if there is none."""
         return smallest_that_holds(batch_size, self.sizes)
 
     def launch(self, batch: Batch, step: Step, inputs: DecodeInputs) -> GraphStep:
-        """Begin a step of rank 0's, whose rows know how to draw."""
+        """Launch a step on rank 0, which samples."""
         self.buffers.load_sampling(batch.seqs)
-        places, is_drawn = list(range(len(batch.seqs))), all(map(is_sampled_in_graph, batch.seqs))
+        places, is_sampled = list(range(len(batch.seqs))), all(map(is_sampled_in_graph, batch.seqs))
         launched = self.compute(step, inputs)
-        return GraphStep(self, batch.seqs, places, *launched, is_drawn=is_drawn)
+        return GraphStep(self, batch.seqs, places, *launched, is_sampled=is_sampled)
 
-    def compute(self, step: Step, inputs: DecodeInputs) -> tuple[int, Stretch, Tensor]:
+    def compute(self, step: Step, inputs: DecodeInputs) -> tuple[int, GPUTimer, Tensor]:
         """Load a batch and replay its graph, with all ranks.
 
         Returns:
-            The graph's size, the stretch around it, and where its tokens will be.
+            The graph's size, the step's timer, and the host tensor that its tokens are copied to.
         """
         batch_size = len(inputs.input_ids)
         size = self.size_for(batch_size)
@@ -338,24 +337,24 @@ class DecodeGraphs:
         return size, *launched
 
     @torch.inference_mode()
-    def launch_next(self, step: GraphStep, foresight: Foresight) -> GraphStep | None:
-        """Launch the next step behind `step`, if the same graph will do.
+    def launch_next(self, step: GraphStep, next_step: NextStep) -> GraphStep | None:
+        """Launch the next step after `step`, if it uses the same graph.
 
-        The rows of sequences that end become padding where they are; the others keep their places.
+        The rows of sequences that end become padding; the others keep their rows.
         """
         seqs, places, size = step.seqs, step.places, step.size
-        if self.size_for(len(foresight.seqs)) != size:
+        if self.size_for(len(next_step.seqs)) != size:
             return None
-        for index, block_id in foresight.new_blocks:
+        for index, block_id in next_step.new_blocks:
             self.buffers.host_tables[places[index], len(seqs[index].block_table)] = block_id
-        if foresight.new_blocks:
+        if next_step.new_blocks:
             self._copy_tables(places[-1] + 1)
-        self.clear([places[index] for index in foresight.ending])
-        places = [places[index] for index in foresight.going_on]
-        return GraphStep(self, foresight.seqs, places, size, *self._replay(size), foresight)
+        self.clear([places[index] for index in next_step.ending])
+        places = [places[index] for index in next_step.continuing]
+        return GraphStep(self, next_step.seqs, places, size, *self._replay(size), next_step)
 
-    def tell_ahead(self, batch: Batch, size: int) -> None:
-        """Say of a batch that its step was launched ahead."""
+    def report_ahead(self, batch: Batch, size: int) -> None:
+        """Tell the observer that the step of this batch was launched ahead."""
         inputs, batch_size = prepare_decode(batch, self.block_size), len(batch.seqs)
         self.observer.prepare_decode_tensors(inputs)
         self.observer.cudagraph_replay(batch_size, size, is_ahead=True)
@@ -367,33 +366,33 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def clear(self, places: list[int]) -> None:
-        """Make rows padding, from the next step on."""
+        """Make these rows padding, from the next step on."""
         for place in places:
             self.buffers.positions[place] = -1
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _load(self, inputs: DecodeInputs, size: int) -> None:
-        """Copy a batch into the buffers. The rows up to `size` become padding."""
+        """Copy a batch into the buffers. The rows after it, up to `size`, become padding."""
         rows, num_seqs = self.buffers, len(inputs.input_ids)
         num_padding = size - num_seqs
         _copy("q", inputs.input_ids + [0] * num_padding, rows.input_ids)
         _copy("q", inputs.positions + [-1] * num_padding, rows.positions)
         width = len(inputs.block_tables[0])
         blocks = torch.frombuffer(array("i", chain(*inputs.block_tables)), dtype=torch.int32)
-        self._tables_are_copied.synchronize()  # a step that was launched ahead may still read them
+        self._tables_are_copied.synchronize()  # the last copy may still read the host tables
         rows.host_tables[:num_seqs, :width] = blocks.view(num_seqs, width)
         self._copy_tables(num_seqs)
 
-    def _replay(self, size: int) -> tuple[Stretch, Tensor]:
-        """Launch the step that the buffers hold. Returns at once: the stretch, and its tokens."""
-        self._stretches.reverse()
+    def _replay(self, size: int) -> tuple[GPUTimer, Tensor]:
+        """Launch the step in the buffers. Returns its timer and its tokens, without waiting."""
+        self._timers.reverse()
         self._hosts.reverse()
         host_token_ids = self._hosts[0][:size]
-        with self._stretches[0] as stretch:
+        with self._timers[0] as timer:
             self.graphs[size].replay()
             host_token_ids.copy_(self.buffers.token_ids[:size], non_blocking=True)
-        return stretch, host_token_ids
+        return timer, host_token_ids
 
     def _copy_tables(self, num_seqs: int) -> None:
         rows = self.buffers
@@ -402,7 +401,7 @@ class DecodeGraphs:
 
 
 def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> DecodeGraphs:
-    """The graphs of a runner's decode steps, not recorded yet."""
+    """The graphs of a runner's decode steps, not captured yet."""
     if runner.fused is None:
         raise RuntimeError("graphs are recorded of fused steps")
     return DecodeGraphs(
@@ -414,7 +413,7 @@ def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> Decode
 def capture_graphs(
     runner: ModelRunner, model_config: ModelConfig
 ) -> tuple[DecodeGraphs | None, str | None]:
-    """Record a runner's decode steps, if they can be. All ranks do it together.
+    """Capture a runner's decode steps, if that is possible. All ranks do it together.
 
     Returns:
         The graphs, or None and the reason.
@@ -431,7 +430,7 @@ def capture_graphs(
 
 
 def why_no_graphs(config: Config, *, is_fused: bool) -> str | None:
-    """Why decode steps are not recorded; None if they are."""
+    """Why decode steps are not captured; None if they are."""
     if config.enforce_eager:
         return "enforce_eager"
     if config.device != "cuda":
@@ -439,17 +438,17 @@ def why_no_graphs(config: Config, *, is_fused: bool) -> str | None:
     if not is_fused:
         return "no_fused_kernels"
     if config.attention_backend == "sdpa":
-        return "backend_reads_back"  # it looks at lengths on the host
+        return "backend_reads_back"  # it copies lengths to the host
     return None
 
 
 def is_sampled_in_graph(seq: Sequence) -> bool:
-    """Can a graph draw this sequence's tokens, without anybody seeing the logits?"""
+    """Can a graph sample this sequence's tokens? Not with top-k, top-p or logprobs."""
     params = seq.sampling_params
     return not params.is_filtered and params.logprobs is None
 
 
 def _copy(typecode: str, values: list[int] | list[float], destination: Tensor) -> None:
-    """Copy numbers to the beginning of a tensor; by way of an array, which is fast to fill."""
+    """Copy numbers to the beginning of a tensor, through an array, which is faster."""
     source = torch.frombuffer(array(typecode, values), dtype=destination.dtype)  # the same bits
     destination[: len(values)].copy_(source)

@@ -3,15 +3,12 @@
                                        version 2                    version 3 (Hopper)
     package                            flash_attn                   flash_attn_interface
     prefill, nothing cached            flash_attn_varlen_func       flash_attn_varlen_func
-    prefill that reads pages           flash_attn_varlen_func       flash_attn_with_kvcache
+    prefill that reads the cache       flash_attn_varlen_func       flash_attn_with_kvcache
     decode                             flash_attn_with_kvcache      flash_attn_with_kvcache
     the block tables are called        block_table                  page_table
 
-Both take sequences of different lengths, read K and V page by page, and never write a score matrix
-to memory. Nothing here reads a number back from the GPU, so a decode can be captured.
-
-Knows which of the two packages is installed, their functions and the names of their arguments. Does
-not know who writes K and V into the pages.
+Both take sequences of different lengths, read K and V from blocks, and never write a score matrix
+to memory. Nothing here copies a number from the GPU to the host, so a decode can be captured.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ if TYPE_CHECKING:
 
     from nanovllm.layers.context import Context
 
-HOPPER = (9, 0)  # the compute capability of which flash-attn 3 is built
+HOPPER = (9, 0)  # the compute capability that flash-attn 3 is for
 
 
 def flash_attn_version(capability: tuple[int, int]) -> Literal[2, 3] | None:
-    """Which flash-attn is installed for a GPU: 3, where both are and the GPU is a Hopper."""
+    """Which flash-attn is installed for a GPU: 3 on Hopper if it is installed, else 2, or None."""
     if capability >= HOPPER and find_spec("flash_attn_interface") is not None:
         return 3
     return None if find_spec("flash_attn") is None else 2
@@ -45,14 +42,14 @@ class FlashAttnCalls:
     def __init__(self, version: Literal[2, 3]) -> None:
         package: Any = import_module("flash_attn" if version == 2 else "flash_attn_interface")  # noqa: PLR2004 - the version's number
         self._varlen = package.flash_attn_varlen_func
-        self._with_pages = package.flash_attn_with_kvcache
+        self._with_kvcache = package.flash_attn_with_kvcache
         self._tables_name = "block_table" if version == 2 else "page_table"  # noqa: PLR2004 - the same
-        self._reads_pages_by_varlen = version == 2  # noqa: PLR2004 - the same
+        self._varlen_takes_tables = version == 2  # noqa: PLR2004 - the same
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
     ) -> Tensor:
-        """Attend from all tokens of a step; with block tables, `keys` and `values` are the pages.
+        """Attention of all tokens of a step; with block tables, `keys`, `values` are the cache.
 
         Returns:
             (num_tokens, num_heads, head_dim), as `q` is.
@@ -65,18 +62,18 @@ class FlashAttnCalls:
         }
         if context.block_tables is not None:
             options[self._tables_name] = context.block_tables
-            if not self._reads_pages_by_varlen:
+            if not self._varlen_takes_tables:
                 lens = context.context_lens
-                return _first(self._with_pages(q, keys, values, cache_seqlens=lens, **options))
+                return _first(self._with_kvcache(q, keys, values, cache_seqlens=lens, **options))
         options |= {"cu_seqlens_k": context.cu_seqlens_k, "max_seqlen_k": context.max_seqlen_k}
         return _first(self._varlen(q, keys, values, **options))
 
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
     ) -> Tensor:
-        """Attend from one token a sequence; (num_seqs, num_heads, head_dim), as `q` is."""
+        """Attention of one token of each sequence: (num_seqs, num_heads, head_dim), as `q` is."""
         options = {self._tables_name: context.block_tables}
-        attended = self._with_pages(
+        attended = self._with_kvcache(
             q.unsqueeze(1),  # (num_seqs, 1, num_heads, head_dim)
             k_cache,
             v_cache,

@@ -1,7 +1,7 @@
-"""FusedQwen3: the same Qwen3, the same weights, in few large GPU kernels.
+"""FusedQwen3: the same Qwen3 with the same weights, in fewer, larger GPU kernels.
 
-`qwen3.py` says what is computed, one line an idea. This module computes it again with the kernels
-of `gpu/kernels`, and must give the same numbers up to rounding; the plain model is its oracle.
+This module computes what `qwen3.py` does, with the kernels of `gpu/kernels`. The numbers must be
+the same up to rounding; the plain model is its oracle.
 
         qwen3.py                                   here, many rows          here, few rows
         input_layernorm.add_and_norm               add_rms_norm          ┐
@@ -17,11 +17,9 @@ of `gpu/kernels`, and must give the same numbers up to rounding; the plain model
         (the addition of the next norm)            in the next norm      ┘  skinny_matmul
 
 "Few rows" is a decode of few sequences: there a product takes as long as reading its weight, and
-cuBLAS reads slowly. Up to 256 rows it is slow only where it must split the length of a product and
-add up the parts: there `split_matmul` leaves the adding to the next norm. With several ranks, sums
-come between a product and the addition: always the left column, and cuBLAS.
-
-Knows Qwen3's modules, from which it takes weights and backends. Does not own a weight.
+cuBLAS reads slowly. Up to 256 rows, cuBLAS is slow only where it must split a product and add up
+the parts: there `split_matmul` is used, and the next norm adds up the parts. With several ranks, an
+all_reduce comes between a product and the addition: always the left column, and cuBLAS.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class FusedQwen3:
-    """Call it as the plain model is called.
+    """Call it like the plain model.
 
     Args:
-        model: on a GPU, with its weights and its KV cache in place.
+        model: on a GPU, with its weights loaded. Each step needs its KV cache.
     """
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
@@ -78,7 +76,7 @@ class FusedQwen3:
         return self.parallel.gather(logits)[:, : head.partition.whole]
 
     def write_logits(self, hidden_states: Tensor, logits: Tensor) -> None:
-        """Compute the logits of every row into a tensor that is there already."""
+        """Compute the logits of every row into an existing tensor."""
         if self.parallel.world_size == 1:
             torch.mm(hidden_states, self.model.lm_head.weight.T, out=logits)
         elif self.parallel.rank == 0:
@@ -124,7 +122,7 @@ class FusedQwen3:
         return add_rms_norm(hidden, stream, norm.weight, norm.eps)[0]
 
     def _multiply(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return linear(x), or its parts, which `add_rms_norm` adds up, where that is faster."""
+        """Return linear(x), or where that is faster its parts, which `add_rms_norm` adds up."""
         if self.parallel.world_size == 1 and starts_early(x.device):
             num_outputs, size = linear.weight.shape
             multiprocessors = num_multiprocessors(x.device)
@@ -140,14 +138,14 @@ class FusedQwen3:
     def _attend(
         self, attention: Qwen3Attention, qkv: Tensor, positions: Tensor, context: Context
     ) -> Tensor:
-        """(num_tokens, packed heads) -> (num_tokens, num_heads * head_dim)."""
+        """(num_tokens, merged q, k, v heads) -> (num_tokens, num_heads * head_dim)."""
         inner = attention.attn
         k_cache, v_cache = inner.k_cache, inner.v_cache
         if k_cache is None or v_cache is None:
             raise RuntimeError("the KV cache must be set before a fused step")
         num_heads, num_kv_heads = inner.num_heads, inner.num_kv_heads
         k = None
-        if context.block_tables is None:  # nothing is cached: attention takes K and V as they come
+        if context.block_tables is None:  # nothing is cached: attention uses the new K and V
             k = torch.empty(
                 (qkv.shape[0], num_kv_heads, inner.head_dim), dtype=qkv.dtype, device=qkv.device
             )

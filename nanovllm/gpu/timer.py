@@ -1,13 +1,11 @@
-"""Stretch: how long a GPU works on a step, without ever waiting for it.
+"""GPUTimer: how long a GPU works on a step, measured without waiting for it.
 
-A GPU works behind the host's back: the time that a launch takes on the host says nothing of it. So
-a mark is put into the GPU's own queue before the step's kernels and one behind them, and the time
-between the two is read once the step's tokens have come, when both must have been passed:
+The time that a launch takes on the host is not the time on the GPU. So one CUDA event is recorded
+before the step's kernels and one after them, and the time between the two is read after the step's
+tokens have arrived on the host, when both events have completed:
 
-    host   | launch |  waits for tokens   | reads the marks
-    GPU        (mark | the step's kernels | mark) tokens ->
-
-Knows marks (CUDA events). Does not look at the host's clock.
+    host   | launch |    waits for tokens    | reads the events
+    GPU        (event | the step's kernels | event) tokens ->
 """
 
 from __future__ import annotations
@@ -23,28 +21,28 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Stretch:
-    """One stretch of work, between two marks: `with stretch: launch()`. It can be used again."""
+class GPUTimer:
+    """Measures what is launched in `with timer:`. It can be used again."""
 
     def __init__(self) -> None:
-        make_mark: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        self.first, self.last = make_mark(enable_timing=True), make_mark(enable_timing=True)
+        make_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        self.start, self.end = make_event(enable_timing=True), make_event(enable_timing=True)
 
     def __enter__(self) -> Self:
-        self.first.record()
+        self.start.record()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.last.record()
+        self.end.record()
 
     def elapsed_ns(self) -> int | None:
-        """Nanoseconds between the marks; None if the GPU has not passed them yet."""
-        if not self.last.query():  # type: ignore[no-untyped-call]
+        """Nanoseconds between the two events; None if the GPU has not completed them yet."""
+        if not self.end.query():  # type: ignore[no-untyped-call]
             return None
-        milliseconds: float = self.first.elapsed_time(self.last)
+        milliseconds: float = self.start.elapsed_time(self.end)
         return round(milliseconds * 1e6)
 
 
-def measuring(device: torch.device) -> AbstractContextManager[Stretch | None]:
-    """Measure what is launched within this; nothing on a CPU, which has no queue."""
-    return Stretch() if device.type == "cuda" else nullcontext()
+def gpu_timer(device: torch.device) -> AbstractContextManager[GPUTimer | None]:
+    """Measure what is launched within this on a GPU; measures nothing on a CPU."""
+    return GPUTimer() if device.type == "cuda" else nullcontext()

@@ -1,15 +1,15 @@
-"""The made-up steps that show what memory a step takes on a GPU.
+"""The dummy steps that measure how much memory a step takes on a GPU.
 
-How much of the memory may become KV pages depends on what the largest step allocates beside them,
-and nobody can tell that from the model's shape. So it is tried, before there are pages: the largest
-prefill, the largest sampling, and the largest decode that will be recorded as a graph.
+How many KV blocks fit depends on what the largest step allocates beside them, which cannot be
+computed from the model's config. So the largest steps are run before the blocks are allocated: the
+largest prefill, the largest sampling, and the largest decode that is captured as a graph.
 
     max_num_batched_tokens = 16384, max_model_len = 4096:    4 prompts of 4096 tokens
 
-The rows have no slots, so nothing is written; attention sees the new tokens alone. No user's
-request is involved, and no page: what the layers hold meanwhile is one page for all.
+All slots are -1, so nothing is written to the cache. For the fused kernels, which need a cache,
+each layer has one block during the warm-up.
 
-Knows the runner. vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/model_runner.py`.
+vLLM's counterpart is `profile_run` in `vllm/v1/worker/gpu/model_runner.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What the made-up steps of a warm-up took on a GPU, in bytes of torch's allocator.
+    """What the dummy steps of the warm-up took on a GPU, in bytes of torch's allocator.
 
     Attributes:
         peak_bytes: the most that was allocated at once.
-        current_bytes: what is allocated between steps: the weights, and a block to warm up.
-        graph_pool_bytes: what the CUDA graphs will need, judged by the largest one.
+        current_bytes: allocated between steps: the weights, and one block in each layer.
+        graph_pool_bytes: what the largest CUDA graph needs; the others reuse its memory.
     """
 
     peak_bytes: int
@@ -47,7 +47,7 @@ class StepMemory:
 
 
 def largest_prefill(config: Config) -> tuple[int, int]:
-    """Number and length of the equal prompts that fill a step: as few as can be, so as long."""
+    """Number and length of the prompts of the largest prefill: the fewest that fill a step."""
     num_seqs = -(-config.max_num_batched_tokens // config.max_model_len)
     num_seqs = min(num_seqs, config.max_num_seqs)
     return num_seqs, min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
@@ -55,20 +55,20 @@ def largest_prefill(config: Config) -> tuple[int, int]:
 
 @torch.inference_mode()
 def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepMemory | None:
-    """Compute the largest steps on the runner's GPU, and see what they take. None on a CPU.
+    """Compute the largest steps on the runner's GPU and measure their memory. None on a CPU.
 
     Raises:
-        torch.OutOfMemoryError: not even the weights and one step fit.
+        torch.OutOfMemoryError: the weights and one step do not fit.
     """
     config, device = runner.config, runner.device
     if device.type != "cuda":
         return None
-    page = (
+    one_block = (
         *(2, model_config.num_hidden_layers, 1, config.kvcache_block_size),
         *(runner.ranks.parallel.num_heads(model_config.num_key_value_heads), model_config.head_dim),
     )
-    if runner.fused is not None:  # its kernels want pages to write to, or not
-        runner.use_kv_cache(torch.zeros(page, dtype=runner.dtype, device=device))
+    if runner.fused is not None:  # its kernels need a cache, even if they do not write to it
+        runner.use_kv_cache(torch.zeros(one_block, dtype=runner.dtype, device=device))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     current_bytes = torch.cuda.memory_allocated(device)
@@ -79,7 +79,7 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         shape = num_rows, model_config.vocab_size
         logits = torch.zeros(shape, dtype=runner.dtype, device=device)
-        _sample(runner, logits.float())  # which lie there in the model's dtype, too
+        _sample(runner, logits.float())  # at the peak, both tensors are allocated
     del logits
     runner.ranks.parallel.await_device()
     torch.cuda.synchronize(device)
@@ -97,7 +97,7 @@ def measure_step_memory(runner: ModelRunner, model_config: ModelConfig) -> StepM
         graph_pool_bytes = torch.cuda.max_memory_allocated(device) - before
         del graphs
     if runner.fused is not None:
-        for module in runner.model.modules():  # the page's memory is free from here on
+        for module in runner.model.modules():  # free the memory of the one block
             if isinstance(module, Attention):
                 module.k_cache = module.v_cache = None
     torch.cuda.empty_cache()
@@ -126,7 +126,7 @@ def _prefill(runner: ModelRunner, num_seqs: int, seq_len: int) -> torch.Tensor:
 
 
 def _sample(runner: ModelRunner, logits: torch.Tensor) -> None:
-    """Draw for every row in the way that takes the most memory: cut by top-k and top-p."""
+    """Sample every row in the way that takes the most memory: with top-k and top-p."""
     num_rows = len(logits)
     params, zeros = [SamplingParams(top_k=2, top_p=0.5)] * num_rows, [0] * num_rows
     runner.sampler(logits, SamplingTensors(params, zeros, zeros, logits.device))

@@ -1,7 +1,4 @@
-"""SiluAndMul: the gate of the MLP.
-
-Knows that its input is two halves side by side, as Qwen3's `gate_up_proj` leaves them.
-"""
+"""SiluAndMul: the gate of the MLP. Its input is gate and up, side by side."""
 
 from __future__ import annotations
 

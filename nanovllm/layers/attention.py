@@ -14,28 +14,65 @@ A layer's cache is two tensors of blocks; block b of every layer belongs to the 
         token t of a sequence lies in block  block_table[t // block_size],
                                   in slot    block * block_size + t % block_size
 
-Knows the order of a step: write the new keys and values, then attend. A backend does the
-arithmetic. Does not know which blocks belong to which sequence: the context says so.
+A step first writes the new keys and values, then attends; a backend does both. Which blocks belong
+to which sequence is in the context (`context.py`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from nanovllm.layers.context import get_context
 
 if TYPE_CHECKING:
-    from nanovllm.gpu.attention_choice import AttentionBackend
+    from nanovllm.layers.context import Context
+
+
+class AttentionBackend(Protocol):
+    """One way to compute paged attention. It has no state.
+
+    What all layers of a step share, it may store in `context.plan`.
+    """
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write (num_tokens, num_kv_heads, head_dim) keys and values into their slots."""
+        ...
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Causal attention of the new tokens of each sequence, any number, to its whole context.
+
+        The new tokens are the last of the context. If `context.block_tables` is None, they are the
+        whole context, and `keys` and `values` are theirs, (num_tokens, num_kv_heads, head_dim).
+        Else `keys` and `values` are the cache; those of the new tokens are written there already.
+
+        Returns:
+            (num_tokens, num_heads, head_dim), as `q` is.
+        """
+        ...
+
+    def decode(
+        self, q: Tensor, *, k_cache: Tensor, v_cache: Tensor, scale: float, context: Context
+    ) -> Tensor:
+        """Attention of one new token of each sequence to its whole context, which is in the cache.
+
+        Returns:
+            (num_seqs, num_heads, head_dim), as `q` is.
+        """
+        ...
 
 
 class Attention(nn.Module):
     """The attention of one layer, and its part of the KV cache.
 
     Attributes:
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), set by the model runner. Until
-            then (in a warm-up, say) only a prefill with nothing cached can be computed.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), set by the model runner. Before
+            that only a prefill with nothing cached can be computed.
         v_cache: the same.
     """
 
@@ -71,7 +108,7 @@ class Attention(nn.Module):
                     q, k_cache=k_cache, v_cache=v_cache, scale=self.scale, context=context
                 )
             if context.block_tables is not None:
-                k, v = k_cache, v_cache  # the context's, the new ones among them
+                k, v = k_cache, v_cache  # the whole context; the new ones were written above
         elif context.phase == "decode" or context.block_tables is not None:
             raise RuntimeError(
                 "This step reads the KV cache, but the layer has none: "

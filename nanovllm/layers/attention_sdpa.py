@@ -1,16 +1,15 @@
 """SdpaBackend: paged attention through torch's scaled_dot_product_attention, on any device.
 
-torch's attention wants keys and values in one piece, so the blocks of a context are gathered first:
+torch's attention needs keys and values in one tensor, so first the blocks are gathered:
 
         block table [0, 2], context of 6, block size 4
         slots        0   1   2   3   8   9           one index_select per layer gathers
         gathered    [a0  a1  a2  a3  a4  a5]         the context
 
-Which slots, and which keys a query may see, is the same in every layer: the first layer plans it
-and leaves the plan in the context for the others.
+The slots, and the keys that a query may attend to, are the same in every layer: the first layer
+computes them and stores them in `context.plan` for the others.
 
-This is the simple backend; tests compare the faster ones with it. Does not know how blocks are
-managed.
+This is the simple backend, and the oracle of the faster ones in the tests.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class SdpaBackend:
-    """Attention that runs wherever torch does."""
-
-    name = "sdpa"
+    """Attention on any device of torch."""
 
     def write_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
@@ -90,7 +87,7 @@ def _as_slots(cache: Tensor) -> Tensor:
 
 
 def _slots(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Return where the tokens at `positions` lie, both (num_seqs, num_positions)."""
+    """Return the slots of the tokens at `positions`, both (num_seqs, num_positions)."""
     blocks = block_tables.long().gather(1, positions // block_size)
     return blocks * block_size + positions % block_size
 
@@ -101,10 +98,11 @@ def _plan_prefill(
     """Plan each sequence of a prefill.
 
     Returns:
-        Of each sequence, its rows among the step's new tokens; the slots of its context,
-        (context_len,) int64, or None if no sequence has anything cached; and (num_new, context_len)
-        bool, True where a query sees a key, or None if no table is needed: nothing is cached (plain
-        causal), or the one query there is sees all.
+        For each sequence:
+        the rows of its new tokens;
+        the slots of its context, (context_len,) int64, or None if no sequence has anything cached;
+        the mask, (num_new, context_len) bool, True where a query attends to a key, or None if none
+        is needed: nothing is cached (plain causal), or there is one query, which attends to all.
     """
     plan = []
     device = context.cu_seqlens_q.device
@@ -115,10 +113,9 @@ def _plan_prefill(
         if context.block_tables is not None:
             positions = torch.arange(context_len, device=device).unsqueeze(0)
             slots = _slots(context.block_tables[seq : seq + 1], positions, block_size)[0]
-            if (
-                1 < num_new < context_len
-            ):  # the new tokens are the last: the diagonal ends lower right
+            if 1 < num_new < context_len:
                 mask = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
+                # The new tokens are the last: the diagonal ends at the lower right.
                 mask = mask.tril(diagonal=context_len - num_new)
         plan.append((slice(begin, end), slots, mask))
     return plan
@@ -130,11 +127,11 @@ def _plan_decode(
     """Plan all sequences of a decode at once, padded to the longest context.
 
     Returns:
-        (num_seqs * max_context_len,) int64, the slots of one sequence's context after another's.
-        Past its end a sequence repeats its last slot: that one holds numbers, but memory that was
-        never written may hold NaN (and a masked NaN still makes the sum NaN). And
-        (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if all
-        contexts are equally long.
+        The slots of all contexts, one after another, (num_seqs * max_context_len,) int64. A shorter
+        context is padded with its last slot, because memory that was never written may hold NaN,
+        and a masked NaN still makes the sum NaN.
+        The mask, (num_seqs, 1, 1, max_context_len), 0 within the context and -inf past it; None if
+        all contexts have the same length.
     """
     if context.block_tables is None:
         raise RuntimeError("A decode step reads the KV cache: its context needs block_tables.")

@@ -1,16 +1,13 @@
-"""Context: what a layer may need to know about the step that is being computed.
+"""Context: what attention and the head need to know about the step that is being computed.
 
-A model's `forward` takes token ids and positions and nothing else, because that is all its
-mathematics needs. Attention needs more: where each new token's key and value go, where the old ones
-lie, where one sequence ends and the next begins. Passed as parameters, they would be in the
-signature of every layer that only hands them on, and all of these would change whenever one backend
-needs one more. So the runner puts them in a `Context` for the length of one forward, and the few
-layers that need it ask. (vLLM: forward context and attention metadata.)
+A model's `forward` takes token ids and positions only. Attention needs more: the slots of the new
+keys and values, those of the old ones, and where one sequence ends and the next begins. As
+parameters they would be in the signature of every layer between, and all signatures would change
+when one backend needs another value. So the runner sets a `Context` for one forward pass, and the
+layers that need it get it. (vLLM: forward context and attention metadata.)
 
-The context lives in a `contextvars.ContextVar`, not in a module global: two engines in two threads
-do not see each other's step.
-
-Knows nothing of sequences, scheduling or block management: by now those are tensors.
+The context is in a `contextvars.ContextVar`, not in a module global: two engines in two threads do
+not see each other's step.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Context:
-    """One step, as the layers see it.
+    """One step, for the layers.
 
-    The tokens of all sequences lie one after another in flat tensors. Two sequences, the first with
+    The tokens of all sequences are one after another in flat tensors. Two sequences, the first with
     3 tokens cached and 2 new, the second with 4 new, block size 4:
 
         cu_seqlens_q    0       2               6      new tokens:     [a3 a4|b0 b1 b2 b3]
@@ -39,18 +36,19 @@ class Context:
 
     Attributes:
         phase: a `prefill` has any number of new tokens per sequence, a `decode` has one.
-        slot_mapping: (num_tokens,) int64, the slot each new token's K and V are written to.
-        cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens. Not read in a decode.
-        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new). The same.
+        slot_mapping: (num_tokens,) int64, the slot that each new token's K and V are written to.
+        cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens. Not used in a decode.
+        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new). Not used
+            in a decode.
         max_seqlen_q: the most new tokens of one sequence.
         max_seqlen_k: the longest context.
-        context_lens: (num_seqs,) int32, tokens in the cache once this step has written its own.
-        block_tables: (num_seqs, max_num_blocks) int32, each sequence's blocks in order, then zeros
-            that mean nothing. None for a prefill in which no sequence has anything cached.
+        context_lens: (num_seqs,) int32, tokens in the cache after this step has written its own.
+        block_tables: (num_seqs, max_num_blocks) int32, each sequence's blocks in order, padded with
+            0. None for a prefill in which no sequence has anything cached.
         logits_indices: (num_sampled,) int64, the rows of the flat hidden states that go to the
-            head. None sends all of them.
-        plan: what the attention backend derived from all this: made in the first attention
-            layer, read by the others.
+            head. None means all of them.
+        plan: what the attention backend computed from these; made in the first attention layer,
+            read by the others.
     """
 
     phase: Literal["prefill", "decode"]
@@ -83,7 +81,7 @@ def get_context() -> Context:
     """Return the context of the step being computed.
 
     Raises:
-        RuntimeError: called outside of any `forward_context`.
+        RuntimeError: called outside of a `forward_context`.
     """
     try:
         return _current_context.get()

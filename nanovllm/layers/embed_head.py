@@ -1,13 +1,12 @@
-"""The two ends of the model: token ids in, logits out.
+"""The embedding and the head of the model: token ids in, logits out.
 
-Both are split by vocabulary. Five tokens over two ranks, the last row padding:
+Both are split by vocabulary. Five tokens over two ranks; the last row is padding:
 
         rank 0   [ token 0 | token 1 | token 2 ]      rank 1   [ token 3 | token 4 | (zeros) ]
 
-The embedding of a token is that of the rank that has it, plus zeros from all others. The logits of
-all ranks, side by side, are cut off where the vocabulary ends, so that no padding can be sampled.
-
-Knows that the two may be one matrix. Does not know how a token is chosen from the logits.
+The embedding of a token is the sum over the ranks: its row from the rank that has it, zeros from
+the others. The logits of all ranks, side by side, are cut off at the end of the vocabulary, so that
+no padding can be sampled. Both may have the same matrix ("tied").
 """
 
 from __future__ import annotations
@@ -47,25 +46,24 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(VocabEmbedding):
-    """Each token's logit is its row's product with the hidden state (vLLM: ParallelLMHead).
+    """Each token's logit is the product of its row and the hidden state (vLLM: ParallelLMHead).
 
     Attributes:
-        packed: the weight in a faster order, beside `weight`, which may be the embedding's own;
-            None before `pack`.
+        packed: a packed copy of `weight`, which may be the embedding's too; None before `pack`.
     """
 
     packed: PackedWeight | None = None
 
     def pack(self) -> None:
-        """Reorder a copy of the weight, once it is loaded, if that makes products faster here."""
+        """Pack a copy of the loaded weight, if that is faster on this machine."""
         if PackedWeight.pays(self.weight):
             self.packed = PackedWeight(self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(num_tokens, hidden_size) -> (num_sampled, vocab_size) float32, on rank 0.
 
-        Only the rows in the context's `logits_indices` are multiplied: of a prompt of a thousand
-        tokens, one row is sampled from. The other ranks get (0, vocab_size): they do not sample.
+        Only the rows in the context's `logits_indices` are multiplied: of a whole prompt, only the
+        last row is sampled from. The other ranks do not sample; they get (0, vocab_size).
         """
         logits_indices = get_context().logits_indices
         if logits_indices is not None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Scale each vector to a root mean square of 1, then by the weight.
 
-    The mean is taken in float32 whatever the input is: squares of 16-bit numbers lose too much.
-    The result is rounded to the input's dtype before the weight, as in Qwen3's own code.
+    The mean is computed in float32: in 16 bits, squares lose too much precision. The result is
+    rounded to the input's dtype before it is multiplied by the weight, as in Qwen3's own code.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         """Add a layer's output to the residual stream; if there is none yet, `x` becomes it.
 
         Returns:
-            The normed sum, which the next layer reads, and the sum, which the stream carries on.
+            The normed sum, the next layer's input; and the sum, the new residual stream.
         """
         residual = x if residual is None else x + residual
         return self.forward(residual), residual

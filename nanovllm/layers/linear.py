@@ -1,10 +1,10 @@
-"""Matrix products, whole or split over the ranks, plain or packed.
+"""Matrix products, whole or split over the ranks.
 
-A packed layer multiplies once where the checkpoint has several matrices that share their input:
-one large product is faster than three small ones. It knows which of its rows belong to which
-matrix, and returns them as shards, which the loader fills.
+A merged layer multiplies once where the checkpoint has several matrices with the same input: one
+large product is faster than three small ones. `shards` returns the rows of each matrix, for the
+loader to fill.
 
-Split by output (PackedLinear) or by input (RowLinear), each rank holds a part:
+Split by output (MergedLinear) or by input (RowLinear), each rank holds a part:
 
            whole weight            rank 0            rank 1
          +-------+-------+       +-------+-------+
@@ -18,7 +18,7 @@ Split by output (PackedLinear) or by input (RowLinear), each rank holds a part:
          |       |       |       |       |          |       |         has some of the inputs, and
          +-------+-------+       +-------+          +-------+         the outputs are summed
 
-(The names are Megatron-LM's, which writes the weight the other way round: output to the right.)
+(The names are from Megatron-LM, which writes the weight transposed: outputs are its columns.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: (out_features, in_features). After `pack` it has a shape but no data.
-        packed: the same matrix in a faster order; None before `pack`.
+        packed: the same matrix, packed into tiles for a CPU; None before `pack`.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -53,7 +53,7 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight) if self.packed is None else self.packed(x)
 
     def pack(self) -> None:
-        """Reorder the weight, once it is loaded, if that makes products faster here."""
+        """Pack the loaded weight, if that is faster on this machine."""
         if PackedWeight.pays(self.weight):
             self.packed = PackedWeight(self.weight)
             self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
@@ -77,8 +77,8 @@ class RowLinear(Linear):
         return self.parallel.all_reduce(super().forward(x))
 
 
-class PackedLinear(Linear):
-    """Several matrices with the same input, stacked by rows; of each, this rank's rows.
+class MergedLinear(Linear):
+    """Several matrices with the same input, merged: of each, the rows of this rank.
 
     vLLM: QKVParallelLinear and MergedColumnParallelLinear.
 
@@ -100,6 +100,6 @@ class PackedLinear(Linear):
         self.partitions = partitions
 
     def shards(self) -> dict[str, Tensor]:
-        """Return the rows of each of the stacked matrices, by its name, as views of the weight."""
+        """Return the rows of each of the merged matrices, by its name, as views of the weight."""
         sizes = [partition.size for partition in self.partitions.values()]
         return dict(zip(self.partitions, self.weight.split_with_sizes(sizes), strict=True))

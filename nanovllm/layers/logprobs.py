@@ -1,9 +1,7 @@
-"""Log-probabilities of sampled tokens, and of the likeliest ones.
+"""Log-probabilities of the sampled tokens, and of the most likely ones.
 
-They are those of the model's own distribution: before temperature, top-k and top-p (vLLM V1's
-default, "raw_logprobs"). For rows that ask for none, nothing is computed.
-
-Knows logits and rows. Does not know requests.
+They are those of the model's own distribution, before temperature, top-k and top-p (vLLM V1's
+default, "raw_logprobs").
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ if TYPE_CHECKING:
 def sampled_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int | None]
 ) -> dict[int, dict[int, float]]:
-    """Look up what the rows ask for.
+    """Compute the log-probabilities that the rows request.
 
     Args:
         logits: (num_rows, vocab_size) float32.
         token_ids: the sampled token of each row.
-        num_logprobs: how many of the likeliest tokens each row wants besides its own; None for
-            nothing at all.
+        num_logprobs: for each row, how many of the most likely tokens besides the sampled one; None
+            if the row requests no log-probabilities.
 
     Returns:
-        row -> token id -> log-probability, the sampled token first and then the likeliest in their
-        order; only rows that asked are in it.
+        row -> token id -> log-probability: the sampled token first, then the most likely ones in
+        order. Rows that request none are not in it.
     """
     rows = [row for row, number in enumerate(num_logprobs) if number is not None]
     if not rows:

@@ -1,19 +1,19 @@
-"""PackedWeight: a matrix in the order in which a CPU's matrix product wants to read it.
+"""PackedWeight: a matrix in the order in which a CPU's matrix product reads it.
 
-A product walks over the weight in tiles: as wide as a vector register, as deep as the cache allows.
-In a plain matrix a tile's rows lie far apart, so the library copies the tiles together first, in
-every call:
+A product reads the weight in tiles: as wide as a vector register, as deep as the cache allows. In a
+plain matrix the rows of a tile are far apart in memory, so the library first copies each tile into
+one piece, in every call:
 
         plain      a b c d | e f g h          tiles     a b    c d
                    i j k l | m n o p                    i j    k l    ...  one after the other
 
-For a prompt of a thousand tokens that copy is cheap next to the arithmetic. A decode step has few
-tokens: it reads every weight once, multiplies it a few times and is done, and the copy costs
-more than the product. Weights do not change, so they are put into tiles once, when loaded.
+For a prompt of a thousand tokens that copy is cheap compared to the arithmetic. A decode step has
+few tokens: the copy costs more than the product. Weights do not change, so they are packed into
+tiles once, after loading.
 
-Knows oneDNN, by way of the operators that torch.compile uses for frozen weights. Where they are not
-available (a torch without oneDNN, another device, a 16-bit type) the plain product is used. Tests
-compare this one with it. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
+This uses oneDNN, through the operators that torch.compile uses for frozen weights. Where they are
+not available (a torch without oneDNN, another device, a 16-bit type) the plain product is used; it
+is also the oracle in the tests. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackedWeight:
 
     @staticmethod
     def pays(weight: Tensor) -> bool:
-        """Is there a faster order for this weight, on this machine?"""
+        """Is a product with this weight faster when it is packed, on this machine?"""
         return (
             weight.device.type == "cpu"
             and weight.dtype is torch.float32

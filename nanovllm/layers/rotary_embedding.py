@@ -1,7 +1,7 @@
-"""RotaryEmbedding: a token's position, as an angle by which its queries and keys are turned.
+"""RotaryEmbedding: rotates queries and keys by an angle that depends on the token's position.
 
 The numbers of a head are taken in pairs (i, i + head_dim / 2), and pair i of the token at
-position p is turned by p * frequency[i]:
+position p is rotated by p * frequency[i]:
 
         [ x_0 ... x_i ... | x_h ... x_(i+h) ... ]       h = head_dim / 2
               '----------------'
@@ -10,7 +10,7 @@ position p is turned by p * frequency[i]:
 
 The product of a query and a key then depends on the distance of their positions only.
 
-Knows RoPE as Qwen3 uses it. `utils/rope_config.py` has the scaling for long texts.
+This is RoPE as Qwen3 uses it. The scaling for long texts is in `utils/rope_config.py`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of a step's tokens, the same in every layer: made once, used by all.
+    """The rotation of a step's tokens. It is the same in every layer, so it is computed once.
 
     Attributes:
         cos: (num_tokens, 1, head_dim) float32, the cosines, twice.
-        sin: (num_tokens, 1, head_dim) float32, the sines, once negated and once not.
+        sin: (num_tokens, 1, head_dim) float32, the sines, negated in the first half.
     """
 
     cos: Tensor
     sin: Tensor
 
     def apply(self, x: Tensor) -> Tensor:
-        """Turn (num_tokens, num_heads, head_dim), in float32, and return the input's dtype."""
+        """Rotate (num_tokens, num_heads, head_dim), in float32; return the input's dtype."""
         wide = x.float()
-        partner = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves change places
+        partner = wide.roll(wide.shape[-1] // 2, dims=-1)  # the two halves swapped
         return torch.addcmul(wide * self.cos, partner, self.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
     """The table of cosines and sines of every position from 0 to `num_positions`, exclusive.
 
-    A position's row does not depend on how many there are: a table for max_model_len positions
-    is the beginning of the one for all positions that the checkpoint allows.
+    The row of a position does not depend on `num_positions`.
 
     The table is float32 in a model of any dtype: with the 8 bits of bfloat16, neighbouring
-    positions would often have the same angle. It stays on the device that it was made on.
+    positions would often have the same angle. It stays on the device that it was created on.
 
     Attributes:
         cos_sin_table: (num_positions, head_dim): cosines, then sines, of each frequency.
@@ -68,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
-        self.cos_sin_table = table  # no buffer: `model.to(dtype)` would round it
+        self.cos_sin_table = table  # not a buffer: `model.to(dtype)` would round it
 
     def forward(self, positions: Tensor) -> Rotation:
         """(num_tokens,) int64 -> the rotation of those tokens."""

@@ -1,17 +1,14 @@
 """Sampler: from a row of logits to one token.
 
-A token is drawn by the Gumbel-max trick: add noise of the right shape to every logit and take the
-largest. The noise is **stateless**: the number added for token `i` is a function of the request's
-seed, the position in the sequence and `i`, and of nothing else. No generator has a state to keep,
-so a request draws the same tokens whatever else is in its batch, however its prompt was cut into
-chunks, and again after a preemption:
+A token is sampled by the Gumbel-max trick: add Gumbel noise to every logit and take the largest.
+The noise is **stateless**: the number added for token `i` depends only on the request's seed, the
+position in the sequence and `i`. There is no random generator with a state, so a request gets the
+same tokens in any batch, with any chunks of its prompt, and after a preemption:
 
         seed, position ──splitmix64──> key, 64 bits      in Python, once a row
         key, i ──two rounds of a 32-bit hash──> x        in torch, for each token i
         u = (x + 0.5) / 2**32                            uniform in (0, 1)
         noise = -log(-log(u))                            Gumbel
-
-Knows logits, seeds and positions. Does not know requests.
 """
 
 from __future__ import annotations
@@ -37,17 +34,17 @@ class SamplingTensors:
     """How each row of a step is sampled, on the model's device.
 
     Args:
-        params: what the request of each row asks for.
+        params: the sampling params of each row's request.
         seeds: any whole numbers; their lowest 64 bits are used.
-        positions: the index, in its sequence, of the token to be drawn.
+        positions: of the tokens to be sampled, in their sequences.
         device: where the logits will be.
 
     Attributes:
         temperatures: (num_rows,) float32, 0 for greedy.
         noise_keys: (2, num_rows) int64, the lower and upper 32 bits of each row's key.
         is_greedy: (num_rows,) bool.
-        is_all_greedy: no row is drawn at random.
-        filtered_rows: (num_filtered,) int64, the rows cut by top-k or top-p; None if none is.
+        is_all_greedy: is every row greedy?
+        filtered_rows: (num_filtered,) int64, the rows with top-k or top-p; None if there is none.
         top_ks: (num_filtered,) int64 of these rows, a huge number where off.
         top_ps: (num_filtered,) float32 of these rows, infinity where off.
     """
@@ -82,7 +79,7 @@ class Sampler(nn.Module):
         """(num_rows, vocab_size) float32 -> (num_rows,) int64.
 
         Raises:
-            LogitsError: a row has no largest finite number: it holds NaN, say.
+            LogitsError: a row has no finite maximum: it holds NaN, say.
         """
         scores = logits
         if not params.is_all_greedy:
@@ -97,9 +94,9 @@ class Sampler(nn.Module):
         return token_ids
 
     def _random_scores(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """Return scaled logits with noise, (num_rows, vocab_size); greedy rows are meaningless."""
-        # Less the largest, so that no temperature, however small, makes that one infinite; and
-        # clamped, since 1e-60 is a temperature, but 0 in float32.
+        """Return scaled logits with noise, (num_rows, vocab_size). Greedy rows are not used."""
+        # The largest logit is subtracted, so that even a tiny temperature does not make it
+        # infinite. The temperature is clamped, because 1e-60 is valid, but 0 in float32.
         differences = logits - logits.amax(dim=-1, keepdim=True)
         scores = differences / params.temperatures.clamp(min=FLOAT32.tiny).unsqueeze(1)
         if params.filtered_rows is not None:
@@ -112,8 +109,8 @@ class Sampler(nn.Module):
 def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """Set all scores to -inf but the top-k and, within those, the top-p.
 
-    Sorting is stable, so among equals the lowest ids are kept, and exactly k in all. Top-p keeps
-    the token with which the sum reaches p.
+    Sorting is stable, so that exactly k tokens are kept; of equal ones those with the lowest ids.
+    Top-p keeps the token with which the sum reaches p.
 
     Args:
         scores: (num_rows, vocab_size), logits over temperature.
@@ -124,7 +121,7 @@ def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     sorted_scores = sorted_scores.masked_fill(ranks >= top_ks.unsqueeze(1), -torch.inf)
     probabilities = sorted_scores.softmax(dim=-1)
-    sum_before = probabilities.cumsum(dim=-1) - probabilities  # of all likelier tokens
+    sum_before = probabilities.cumsum(dim=-1) - probabilities  # of all more likely tokens
     is_cut = (sum_before >= top_ps.unsqueeze(1)) & (ranks > 0)
     sorted_scores = sorted_scores.masked_fill(is_cut, -torch.inf)
     return torch.empty_like(scores).scatter_(1, token_ids, sorted_scores)
@@ -133,11 +130,11 @@ def _keep_likeliest(scores: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
 def gumbel_noise(noise_keys: Tensor, vocab_size: int) -> Tensor:
     """Return the noise of each row and token, (num_rows, vocab_size) float32.
 
-    In float64 up to the last step: in float32 the largest u rounds to 1 and its noise to infinity.
+    It is computed in float64: in float32 the largest u would be 1, and its noise infinite.
 
     Args:
         noise_keys: (2, num_rows) int64, the lower and upper 32 bits of each row's key.
-        vocab_size: how many numbers a row needs.
+        vocab_size: number of tokens.
     """
     lower, upper = noise_keys.unsqueeze(-1)  # (num_rows, 1) each
     indices = torch.arange(vocab_size, device=noise_keys.device)
@@ -147,10 +144,10 @@ def gumbel_noise(noise_keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Hash 32 bits held in int64: each bit of the input flips each of the output half of the time.
+    """Hash 32 bits, stored in int64 (lowbias32 of Chris Wellons).
 
-    The constants are those of Chris Wellons' lowbias32. The second is taken less 2**32, which
-    leaves the lower 32 bits of the product as they are and keeps it within int64.
+    2**32 is subtracted from the second constant: the lower 32 bits of the product stay the same,
+    and the product stays within int64.
     """
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & BITS_32
@@ -160,7 +157,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _noise_key(seed: int, position: int) -> int:
-    """Return the 64 bits of one row's noise."""
+    """Return the key, 64 bits, of one row's noise."""
     return _splitmix64(_splitmix64(seed & BITS_64) ^ position)
 
 
@@ -173,7 +170,7 @@ def _splitmix64(x: int) -> int:
 
 
 def broken_logits(row: int) -> LogitsError:
-    """What is wrong with a row from which nothing can be drawn."""
+    """Return the error of a row that cannot be sampled from."""
     return LogitsError(
         f"Row {row} of the logits has no largest finite number (it may hold NaN): the model's "
         "weights or its computation are broken."

@@ -1,1 +1,1 @@
-"""The models, each written out in full, and the configuration that they are built from."""
+"""The models, each written out in full."""

@@ -9,14 +9,14 @@
                           │       ... num_hidden_layers times
                           └──> norm ──> lm_head ──> logits
 
-The vertical line is the residual stream. Each norm also does the addition before it, so that a
-layer returns two tensors: its output, not yet added, and the stream.
+The vertical line is the residual stream. Each norm also does the addition before it, so a layer
+returns two tensors: its output, not yet added, and the stream.
 
-Modules have the checkpoint's names, so that `model.layers.0.self_attn.q_norm.weight` is the same in
-both. Where one matrix here stacks several, its `PackedLinear` has their names.
+Modules have the same names as in the checkpoint: `model.layers.0.self_attn.q_norm.weight`. Where
+one matrix merges several of the checkpoint, its `MergedLinear` has their names.
 
-Does not know sequences and blocks: all tokens of a step are one flat batch, and only `Attention`
-knows which token belongs to which sequence.
+All tokens of a step are one flat batch; only `Attention` needs to know which sequence a token
+belongs to.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, PackedLinear, RowLinear
+from nanovllm.layers.linear import Linear, MergedLinear, RowLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, Rotation
 from nanovllm.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
-    from nanovllm.gpu.attention_choice import AttentionBackend
     from nanovllm.utils.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):
-    """Project, norm each head, turn by position, attend, project back: this rank's heads."""
+    """Project, norm each head, rotate, attend, project back; for the heads of this rank."""
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel
@@ -50,7 +49,7 @@ class Qwen3Attention(nn.Module):
         q_rows = parallel.split_heads(num_heads, head_dim)
         kv_rows = parallel.split_heads(num_kv_heads, head_dim)
         qkv_rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.qkv_proj = PackedLinear(config.hidden_size, qkv_rows)
+        self.qkv_proj = MergedLinear(config.hidden_size, qkv_rows)
         self.o_proj = RowLinear(num_heads * head_dim, config.hidden_size, parallel)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
@@ -74,8 +73,8 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        rows = parallel.split(0, config.intermediate_size)  # the same of both: no sum comes between
-        self.gate_up_proj = PackedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
+        rows = parallel.split(0, config.intermediate_size)  # the same of both, so no sum is needed
+        self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
         self.act_fn = SiluAndMul()
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, parallel)
 
@@ -103,12 +102,12 @@ class Qwen3DecoderLayer(nn.Module):
         """Compute one layer.
 
         Args:
-            hidden_states: (num_tokens, hidden_size), what the layer before adds to the stream.
+            hidden_states: (num_tokens, hidden_size), output of the previous layer, not yet added.
             residual: (num_tokens, hidden_size), the stream; None before the first layer.
-            rotation: the rotary embedding of the step's positions.
+            rotation: of the step's positions.
 
         Returns:
-            The same two for the next layer.
+            The output of this layer, not yet added, and the stream.
         """
         hidden_states, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, rotation)
@@ -151,9 +150,9 @@ class Qwen3ForCausalLM(nn.Module):
     tokens.
 
     Args:
-        config: the model's shape. Positions run from 0 to its `max_position_embeddings`, exclusive.
-        backend: what `Attention` computes with.
-        parallel: which part is this rank's.
+        config: the model's config. Positions go from 0 to its `max_position_embeddings`, exclusive.
+        backend: computes the attention.
+        parallel: which part of the model this rank has.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class Qwen3ForCausalLM(nn.Module):
         return hidden_states
 
     def pack(self) -> None:
-        """Reorder the weights for speed, once they are loaded. No product changes."""
+        """Pack the loaded weights where that is faster (`layers/packed_weight.py`)."""
         for module in self.modules():
             if isinstance(module, Linear | LMHead):
                 module.pack()

@@ -1,1 +1,1 @@
-"""How several processes share one model. A first reader may skip it."""
+"""Tensor parallelism: several processes share one model. A first reader may skip it."""

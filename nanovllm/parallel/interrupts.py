@@ -1,8 +1,4 @@
-"""Ctrl-C, held back where it would do harm.
-
-Knows SIGINT and what Python makes of it: a KeyboardInterrupt in the main thread. Does not know what
-is being protected.
-"""
+"""Deferring Ctrl-C (SIGINT, a KeyboardInterrupt in the main thread) while it would do harm."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the block is left, and strike then.
+    """Defer Ctrl-C until the end of the `with` statement.
 
-    Only the main thread is ever interrupted; in another one this does nothing.
+    In a thread other than the main one this does nothing: Python interrupts only the main thread.
     """
     before = None
     if threading.current_thread() is threading.main_thread():
@@ -44,7 +40,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Let no Ctrl-C reach this thread, nor a process that is started in it, before its own word."""
+    """Block SIGINT in this thread. A process that is started in it begins with SIGINT blocked."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

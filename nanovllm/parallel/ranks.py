@@ -1,13 +1,11 @@
-"""Ranks: the processes that share a model, as the engine sees them.
+"""Ranks: the processes that share a model.
 
-    Ranks         one process, nobody to talk to
-    WorkerGroup   the engine starts the others and tells them each step (`worker_group.py`)
-    Lockstep      torchrun starts all of them; each runs the same script and the whole engine
+    Ranks         one process
+    WorkerGroup   the engine starts the other processes and sends them each step (`worker_group.py`)
+    Lockstep      torchrun starts all of them; each runs the same script and a whole engine
 
-In lock-step every rank schedules for itself, and since the scheduler has no secrets, all come to
-the same batch. Only the sampled tokens are agreed on: rank 0 has the logits.
-
-Knows which way it is, and what a step must be wrapped in. Does not know what is computed.
+In lockstep every rank has its own scheduler. It is deterministic, so all ranks schedule the same
+batch. Only the sampled tokens are sent, by rank 0, which has the logits.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nanovllm.errors import ContactLostError, WorkerError
-from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect
+from nanovllm.parallel.torchrun import TorchrunRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +38,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of an engine; this class: one that is alone.
+    """The ranks of an engine. This class: an engine of one process.
 
     Attributes:
-        parallel: this process's place, and the collectives.
-        num_local_ranks: how many of the ranks share this machine.
+        parallel: this process's rank, and the collectives.
+        num_local_ranks: how many of the ranks are on this machine.
     """
 
     def __init__(self, parallel: TensorParallel, num_local_ranks: int = 1) -> None:
@@ -52,46 +50,46 @@ class Ranks:
         self.num_local_ranks = num_local_ranks
 
     def starting(self) -> AbstractContextManager[None]:
-        """Wrap what this rank does until the model is there: the others do the same meanwhile.
+        """A context manager for the start of the model, which all ranks do at the same time.
 
         Raises:
-            WorkerError: a rank died, raised or stalled; none is left running.
+            WorkerError: a rank died, raised an error or stalled; the other workers were ended.
         """
         return nullcontext()
 
     def computing(self, step: Step) -> AbstractContextManager[None]:
-        """Wrap the computing of a step, so that every rank computes it. Raises as `starting`."""
-        del step  # for those who must be told
+        """A context manager for computing a step on every rank. Raises as `starting`."""
+        del step  # subclasses use it
         return self.starting()
 
     def agree(self, value: T) -> T:
-        """Rank 0's `value`, on every rank that goes on with it."""
+        """Return rank 0's `value`, on every rank that has a scheduler."""
         return value
 
     def exit(self) -> None:
-        """End the other ranks, as far as they are the engine's. A second call does nothing."""
+        """End the processes that the engine has started. A second call does nothing."""
 
 
 class Lockstep(Ranks):
-    """The ranks that torchrun started, each with an engine of its own.
+    """The ranks that torchrun started, each with its own engine.
 
-    An exception in the middle of a step leaves the ranks at different places: the engine is over.
+    After an exception in the middle of a step the ranks no longer agree: the engine cannot be used.
     """
 
-    def __init__(self, launch: Launch, config: Config) -> None:
-        store = launch_store()
-        number = store.add(f"nanovllm/engines/{launch.rank}", 1)  # this rank's nth
+    def __init__(self, torchrun: TorchrunRank, config: Config) -> None:
+        store = torchrun_store()
+        number = store.add(f"nanovllm/engines/{torchrun.rank}", 1)  # this rank's nth
         store = PrefixStore(f"nanovllm/engine/{number}", store)
-        _await_all(store, launch.world_size)
+        _await_all(store, torchrun.world_size)
         parallel = connect(
             store,
-            launch.rank,
-            launch.world_size,
-            rank_device(config.device, launch.local_rank),
+            torchrun.rank,
+            torchrun.world_size,
+            rank_device(config.device, torchrun.local_rank),
             config.distributed_timeout,
-            is_one_machine=launch.num_local_ranks == launch.world_size,
+            is_one_machine=torchrun.num_local_ranks == torchrun.world_size,
         )
-        super().__init__(parallel, launch.num_local_ranks)
+        super().__init__(parallel, torchrun.num_local_ranks)
         self._ended: str | None = None
         weakref.finalize(self, parallel.close)
 
@@ -101,14 +99,14 @@ class Lockstep(Ranks):
             return self.parallel.broadcast(value)
 
     def exit(self) -> None:
-        """Take no more steps. The processes are torchrun's."""
+        """Run no more steps. The processes go on: they belong to torchrun."""
         if self._ended is None:
             self._ended = "this engine was ended by exit(); make a new LLM"
             self.parallel.close()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """See Ranks. A step is no different: the other ranks have scheduled the same."""
+        """See Ranks. Also for a step: the other ranks have scheduled the same one."""
         if self._ended is not None:
             raise WorkerError(self._ended)
         try:
@@ -130,7 +128,7 @@ class Lockstep(Ranks):
 
 
 def rank_device(device: str, local_rank: int) -> torch.device:
-    """What a rank computes on: of several GPUs, the one of its own number.
+    """The device of a rank: with GPUs, the one whose index is `local_rank`.
 
     Raises:
         ValueError: there is no such GPU.
@@ -147,7 +145,7 @@ def rank_device(device: str, local_rank: int) -> torch.device:
 
 
 def _await_all(store: Store, world_size: int) -> None:
-    """Wait until every rank has come: from then on nobody waits long."""
+    """Wait until every rank has come. After that the shorter `distributed_timeout` is enough."""
     try:
         if store.add("present", 1) == world_size:
             store.set("all", "present")
@@ -159,10 +157,10 @@ def _await_all(store: Store, world_size: int) -> None:
 
 
 @cache
-def launch_store() -> Store:
-    """The notice board that all processes of a launch share; one connection for each process.
+def torchrun_store() -> Store:
+    """The key-value store of all processes that torchrun started; one connection per process.
 
-    It is kept: where no agent serves it, rank 0 does, and must go on while others read.
+    It is cached, because it must stay open: without a torchrun agent, rank 0 serves it.
     """
     found = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
     store: Store = found[0]
@@ -170,14 +168,14 @@ def launch_store() -> Store:
 
 
 def share(name: str, value: str) -> str:
-    """Make the ranks of a launch agree on a text: that of the first one who comes counts.
+    """Return the same text on all ranks of torchrun: the `value` of the rank that calls first.
 
-    Each rank's nth call with a name is about the same text.
+    The nth call with a name on one rank belongs to the nth call with it on the others.
     """
-    launch = Launch.from_environment(os.environ)
-    if launch is None:
+    torchrun = TorchrunRank.from_environment(os.environ)
+    if torchrun is None:
         return value
-    store = launch_store()
-    number = store.add(f"nanovllm/{name}/{launch.rank}", 1)
+    store = torchrun_store()
+    number = store.add(f"nanovllm/{name}/{torchrun.rank}", 1)
     agreed: bytes = store.compare_set(f"nanovllm/{name}/agreed/{number}", "", value)
     return agreed.decode()

@@ -1,24 +1,21 @@
-"""TensorParallel: one process's place among those that share a model, and how they add up.
+"""TensorParallel: which part of the model a rank has, and the collectives between ranks.
 
-Every rank holds a part of each large matrix and computes a part of each product (Megatron-LM's
-scheme, with vLLM's names). Two ranks, one layer:
+Every rank holds a part of each large matrix and computes a part of each product (as in Megatron-LM,
+with vLLM's names). Two ranks, one layer:
 
                        rank 0                      rank 1
     qkv_proj     heads 0 .. H/2 - 1          heads H/2 .. H - 1       split by rows (output)
-    attention    its own heads, its own KV pages: nothing to say
-    o_proj       the columns that take       the columns that take    split by columns (input)
+    attention    its own heads, its own KV blocks: no communication
+    o_proj       the columns of              the columns of           split by columns (input)
                  those heads                 those heads
                        └──────── all_reduce: the sum of both ────────┘
     gate_up_proj, down_proj                                           the same, by intermediate_size
 
-So a layer costs two sums. The embedding and the head are split by vocabulary.
+So a layer needs two all_reduce calls. The embedding and the head are split by vocabulary.
 
-On GPUs a collective is one more kernel in the queue: that a rank is gone shows when the queue comes
-to no end (`await_device`), not when the collective is called.
-
-Knows which part is whose, and the collectives (torch.distributed: gloo on CPUs, NCCL on GPUs).
-A group belongs to its engine: nothing is registered globally, and two engines do not meet. Does
-not know how processes start and end (`parallel/ranks.py`, `parallel/worker_group.py`).
+The collectives are those of torch.distributed: gloo on CPUs, NCCL on GPUs. On GPUs a collective is
+one more kernel in the stream: if another rank has ended, the call returns, but the stream never
+finishes (`await_device`). The group belongs to one engine; nothing is registered globally.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ import torch
 from torch import distributed
 
 from nanovllm.errors import ContactLostError
-from nanovllm.utils.callers_world import callers_world_kept
+from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,14 +45,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Device type -> what torch.distributed calls the library that connects such devices."""
+"""Device type -> backend of torch.distributed."""
 
 START_TIMEOUT = 300.0
-"""Seconds that ranks may be apart while they start: loading weights takes as long as it takes."""
+"""Seconds that ranks may wait for each other during the start: loading weights can take long."""
 
-_NUM_QUICK_LOOKS = 5000  # some milliseconds: a step is over by then, or takes so long anyway
+_NUM_QUICK_LOOKS = 5000  # polls without sleeping, some milliseconds: most steps end in that time
 _SECONDS_BETWEEN_LOOKS = 0.001
-_NEVER = threading.Event()  # to wait without a clock
+_NEVER = threading.Event()  # never set: wait() on it sleeps
 _SECONDS_TO_ABORT = 5.0
 
 
@@ -69,7 +66,7 @@ class Partition:
     Attributes:
         dim: the dimension that is split.
         begin: the first index that the rank holds.
-        size: how many it holds. The last ranks' part may reach past `whole`: padding.
+        size: how many it holds. The part of the last ranks may go past `whole`: padding.
         whole: the length of that dimension in the checkpoint.
     """
 
@@ -86,25 +83,25 @@ class Partition:
 
 @dataclass(slots=True, eq=False)
 class TensorParallel:
-    """A rank among `world_size`, which say the same things in the same order.
+    """One rank of `world_size`. All ranks call the same collectives in the same order.
 
     Attributes:
-        rank: this process's number; rank 0 samples.
-        world_size: how many there are.
-        device: where the tensors are that the collectives are given.
-        backend: "gloo" or "nccl"; None in a world of one.
-        group: torch's process group of that backend; None in a world of one, and once closed.
+        rank: of this process; rank 0 samples.
+        world_size: the number of ranks.
+        device: of the tensors given to the collectives.
+        backend: "gloo" or "nccl"; None if there is only one rank.
+        group: torch's process group; None if there is only one rank, and after `close`.
         timeout: seconds that a collective may wait for the slowest rank.
-        owner: the process that joined the group. A fork of it has the group, but not its threads.
-        graphs: the CUDA graphs in which collectives are recorded. NCCL ends after them.
-        is_any_gone: has the process of another rank ended? None if nobody here can know.
+        owner: id of the process that joined the group. A fork has the group, but not its threads.
+        graphs: the CUDA graphs that contain collectives. NCCL can be closed only after them.
+        is_any_gone: has the process of another rank ended? None if this rank cannot know.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     backend: str | None = None
-    group: Any = None  # torch's classes for it have no common base that is public
+    group: Any = None  # torch's classes for it have no public base class
     timeout: float = START_TIMEOUT
     owner: int = field(default_factory=os.getpid)
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -113,22 +110,22 @@ class TensorParallel:
     # -- who holds what --------------------------------------------------------------------------
 
     def split(self, dim: int, whole: int) -> Partition:
-        """An equal part; the last ranks' is filled up with padding where it does not come out."""
+        """This rank's part; all are equal. If `whole` is not divisible, the last are padded."""
         size = -(-whole // self.world_size)
         return Partition(dim, self.rank * size, size, whole)
 
     def split_heads(self, num_heads: int, head_dim: int) -> Partition:
         """The rows of this rank's attention heads.
 
-        Fewer (KV) heads than ranks are replicated: of 2 KV heads over 4 ranks, ranks 0 and 1 hold
-        the first and ranks 2 and 3 the second, the one that their query heads attend to.
+        If there are fewer (KV) heads than ranks, they are replicated: of 2 KV heads, ranks 0 and 1
+        of 4 hold the first one and ranks 2 and 3 the second, as their query heads need it.
         """
         first = self.rank * num_heads // self.world_size
         num_rows = self.num_heads(num_heads) * head_dim
         return Partition(0, first * head_dim, num_rows, num_heads * head_dim)
 
     def num_heads(self, num_heads: int) -> int:
-        """How many of so many heads each rank has."""
+        """How many of `num_heads` heads each rank has."""
         return max(1, num_heads // self.world_size)
 
     # -- collectives: every rank must call them, in the same order -------------------------------
@@ -137,20 +134,20 @@ class TensorParallel:
         """The sum of every rank's `x`, on every rank; in place.
 
         Raises (as do all collectives):
-            ContactLostError: another rank is gone, or did not come in time.
+            ContactLostError: another rank has ended, or did not take part in time.
         """
         if self.world_size > 1:
             self._wait_for(lambda: self.group.allreduce([x]))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rank 0 gets (num_rows, num_columns * world_size), each rank's columns in their order.
+        """Rank 0 gets (num_rows, num_columns * world_size), the columns in the order of ranks.
 
         The others get (0, num_columns * world_size).
         """
         if self.world_size == 1:
             return x
-        if x.numel() == 0:  # no rank has any: nothing is sampled in this step
+        if x.numel() == 0:  # on all ranks: nothing is sampled in this step
             return x.new_empty(0, x.shape[-1] * self.world_size)
         parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else []
         options = distributed.GatherOptions()
@@ -159,7 +156,7 @@ class TensorParallel:
         return torch.cat(parts, dim=-1) if parts else x.new_empty(0, x.shape[-1] * self.world_size)
 
     def min(self, value: int) -> int:
-        """The least of every rank's `value`. For the start: it waits START_TIMEOUT."""
+        """The minimum of every rank's `value`. For the start: it may wait START_TIMEOUT."""
         if self.world_size == 1:
             return value
         least = torch.tensor([value], device=self.device)
@@ -171,7 +168,7 @@ class TensorParallel:
         return int(least)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank. Anything that can be pickled."""
+        """Rank 0's `value`, on every rank. It must be picklable."""
         if self.world_size == 1:
             return value
         content = pickle.dumps(value) if self.rank == 0 else b""
@@ -187,14 +184,13 @@ class TensorParallel:
         return received
 
     def await_device(self, timeout: float | None = None) -> None:
-        """Wait until the GPU has done what it was given, if others take part in it.
+        """With NCCL, wait until the GPU has computed everything that was launched.
 
         Args:
             timeout: seconds; by default those of the group.
 
         Raises:
-            ContactLostError: it has not in time, or never will: a collective of its waits for
-                another rank.
+            ContactLostError: a collective waits for another rank, which has ended or is too late.
         """
         if self.backend != "nccl":
             return
@@ -214,26 +210,25 @@ class TensorParallel:
     def close(self) -> None:
         """Leave the group. A second call does nothing.
 
-        It must be left before Python ends: gloo's threads may still want to let go of a tensor,
-        and a thread that asks for the interpreter then takes the process down with it.
+        This must be done before Python exits: gloo's threads may still release a tensor, and a
+        thread that needs the interpreter at that time crashes the process.
         """
         if self.group is None:
             return
         is_fork = os.getpid() != self.owner
         if is_fork or (self.backend == "nccl" and not self._close_nccl()):
-            # Taken apart, it would wait for its threads, perhaps for ever: it is never let go.
+            # Its destructor would wait for its threads, perhaps forever: keep it alive.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-        self.group = None  # gloo ends with its last reference
+        self.group = None  # gloo is closed when its last reference is gone
 
     def _close_nccl(self) -> bool:
-        """End NCCL, which waits for every graph that it is recorded in to be gone.
+        """Abort NCCL and delete the graphs that contain its collectives, at the same time.
 
-        And a graph that runs is not gone before it ends, which it may never do by itself: aborting
-        ends it. So both are begun at once. (Nor is it ended in good order otherwise: for that all
-        ranks would have to do it at once.)
+        The abort waits until these graphs are deleted, and a graph that is running may end only
+        through the abort. (An orderly shutdown is not possible: all ranks would have to take part.)
 
         Returns:
-            Did it end in reasonable time?
+            Did both end in reasonable time?
         """
         graphs = list(self.graphs)
         self.graphs.clear()
@@ -258,33 +253,33 @@ class TensorParallel:
 
 
 ALONE = TensorParallel()
-"""The world of one: it has no group, and its collectives do nothing."""
+"""A single rank: it has no group, and its collectives do nothing."""
 
 
 def serve_store() -> tuple[Store, int]:
-    """Put up a notice board, for the ranks of this machine to find each other, and nobody else.
+    """Serve a key-value store through which the ranks of this machine find each other.
 
     Returns:
-        The board, and the port at which it is served: whichever was free.
+        The store, and its port: any free one.
     """
-    server = socket.create_server(("127.0.0.1", 0))  # bound here: TCPStore's own is open to all
+    server = socket.create_server(("127.0.0.1", 0))  # TCPStore itself would listen on all addresses
     port: int = server.getsockname()[1]
     return _tcp_store(port, is_master=True, master_listen_fd=server.detach()), port
 
 
 def join_store(port: int) -> Store:
-    """Read and write the notice board at a port of this machine."""
+    """Connect to the store at a port of this machine."""
     return _tcp_store(port, is_master=False)
 
 
 def _tcp_store(port: int, **options: int) -> Store:
-    tcp: Any = distributed  # whose stub hides TCPStore
+    tcp: Any = distributed  # its stub does not have TCPStore
     store: Store = tcp.TCPStore(
         "127.0.0.1",
         port,
         timeout=timedelta(seconds=START_TIMEOUT),
         wait_for_workers=False,
-        use_libuv=False,  # in some versions it cannot listen at a given socket
+        use_libuv=False,  # some versions of it cannot use an existing socket
         **options,
     )
     return store
@@ -299,18 +294,18 @@ def connect(
     *,
     is_one_machine: bool,
 ) -> TensorParallel:
-    """Meet the other ranks.
+    """Connect to the other ranks.
 
     Args:
-        store: the ranks' common notice board, for this engine alone.
-        rank: this process's number.
-        world_size: how many there are.
-        device: what it computes on.
+        store: a store of all ranks, for this engine only.
+        rank: of this process.
+        world_size: the number of ranks.
+        device: of this rank.
         timeout: seconds that a collective may wait for the slowest rank.
-        is_one_machine: talk over the loopback interface, whatever the machine's name resolves to.
+        is_one_machine: use the loopback interface, and not that of the machine's name.
 
     Raises:
-        ContactLostError: another rank is gone, or did not come in time.
+        ContactLostError: another rank has ended, or did not connect in time.
     """
     backend = BACKENDS[device.type]
     try:
@@ -326,9 +321,9 @@ def connect(
 def _gloo_group(
     store: Store, rank: int, world_size: int, timeout: float, *, is_one_machine: bool
 ) -> distributed.ProcessGroupGloo:
-    if not is_one_machine:  # the interface of the machine's name, or that of GLOO_SOCKET_IFNAME
+    if not is_one_machine:  # on the interface of the machine's name, or of GLOO_SOCKET_IFNAME
         return distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
-    gloo: Any = distributed.ProcessGroupGloo  # its stub knows no options
+    gloo: Any = distributed.ProcessGroupGloo  # its stub has no options
     options = gloo._Options()  # noqa: SLF001 - torch 2.6 has no public name for it
     options._timeout = timedelta(seconds=timeout)  # noqa: SLF001 - the same
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001 - the same
@@ -339,10 +334,10 @@ def _gloo_group(
 def _nccl_group(store: Store, rank: int, world_size: int) -> Any:  # noqa: ANN401 - a CPU build of torch has no such class
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
-    # Left to itself, torch's watchdog answers a collective that waits too long by ending the whole
-    # process, before anybody can say what happened. `await_device` is what watches here.
+    # If a collective waits too long, torch's watchdog ends the whole process without a useful
+    # message. So it is turned off; `await_device` watches the collectives instead.
     options._timeout = timedelta(days=1)  # noqa: SLF001 - there is no public name
-    with callers_world_kept():
+    with keep_global_state():
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read when the group is made
         return nccl(store, rank, world_size, options)
 

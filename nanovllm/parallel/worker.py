@@ -1,13 +1,11 @@
-"""The process of a rank that the engine started: it computes what rank 0 says, until told to stop.
+"""The process of a rank that the engine started: it computes the steps that rank 0 sends.
 
-    rank 0 ──Step, Step, ... None──> worker         through a pipe; no limit to a step's size
-    rank 0 <──Hello, perhaps Failure── worker       the same pipe
+    rank 0 ──Ready, Step, Step, ... None──> worker  through a pipe; no limit to a step's size
+    rank 0 <──Ready, perhaps Failure── worker       the same pipe
     rank 0 <══════ collectives ══════> worker       all results
 
-It must not outlive rank 0. Rank 0's death closes a pipe, which a thread waits for, so that it is
-noticed in the middle of a collective as well; on Linux the kernel kills the worker besides.
-
-Knows the model runner. Does not know requests, queues or sampling.
+It must not outlive rank 0. A thread waits for the end of rank 0's process, so that it is noticed
+even in the middle of a collective; on Linux the kernel also kills the worker.
 """
 
 from __future__ import annotations
@@ -46,16 +44,16 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """All that a worker is told at its start.
+    """What a worker gets at its start.
 
     Attributes:
-        rank: its number, from 1.
+        rank: from 1.
         port: of rank 0's TCPStore, on this machine.
-        config, model_config: as rank 0 has them.
-        make_observer: called with the rank; None for silence.
+        config, model_config: the same as rank 0's.
+        make_observer: called with the rank; None for no observer.
         num_threads: CPU threads to compute with.
-        dies_with_thread: let the kernel kill it with the thread that started it: right only for
-            a thread that lives as long as its process.
+        dies_with_thread: let the kernel kill the worker when the thread that started it ends: only
+            for the main thread, which ends with its process.
     """
 
     rank: int
@@ -68,18 +66,18 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """A worker's first word: everything is imported, the others can be met."""
+class Ready:
+    """A worker has imported everything. As the answer: all workers have, so connect now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's last word.
+    """An exception that ended a worker.
 
     Attributes:
-        error: type and message of the exception.
-        trace: where it happened.
-        is_consequence: another rank's end brought it about.
+        error: its type and message.
+        trace: its traceback.
+        is_consequence: was it caused by the end of another rank?
     """
 
     error: str
@@ -88,31 +86,31 @@ class Failure:
 
 
 def worker_main(setup: WorkerSetup, connection: Connection) -> None:
-    """Be rank `setup.rank` until rank 0 says None or is gone. Does not return."""
-    # Ctrl-C reaches every process of a terminal's job. What becomes of it, rank 0 decides.
+    """Run rank `setup.rank` until rank 0 sends None or has ended. Does not return."""
+    # Ctrl-C is sent to every process in the terminal. Only rank 0 handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent(dies_with_thread=setup.dies_with_thread)
     try:
         observer = SILENT if setup.make_observer is None else setup.make_observer(setup.rank)
         with observer:
             _serve(setup, connection, guarded(observer))
-    except EOFError:  # rank 0 is gone, or has given up
+    except EOFError:  # rank 0 has ended, or has closed the pipe
         code = 1
-    except BaseException as error:  # noqa: BLE001 - rank 0 must hear of any
+    except BaseException as error:  # noqa: BLE001 - rank 0 must get any
         _report(connection, error)
         code = 1
     else:
         code = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to do, and taking torch apart in good order takes a second
+    os._exit(code)  # nothing is left to do, and an orderly exit with torch takes a second
 
 
 def _serve(setup: WorkerSetup, connection: Connection, observer: Observer) -> None:
     config = setup.config
     torch.set_num_threads(setup.num_threads)
-    connection.send(Hello())
-    connection.recv()  # the others are there too: from now on nobody waits long
+    connection.send(Ready())
+    connection.recv()  # all ranks are ready
     parallel = connect(
         join_store(setup.port),
         setup.rank,
@@ -145,7 +143,7 @@ def _report(connection: Connection, error: BaseException) -> None:
         trace="".join(traceback.format_exception(error)),
         is_consequence=isinstance(error, ContactLostError),
     )
-    with suppress(OSError):  # nobody is left to hear it
+    with suppress(OSError):  # rank 0 has ended
         connection.send(failure)
 
 

@@ -1,13 +1,13 @@
-"""WorkerGroup: rank 0's hold on the processes that it started for the other ranks.
+"""WorkerGroup: on rank 0, the processes that it started for the other ranks.
 
-Whatever goes wrong with one of them ends as a WorkerError that says which one and why, within
-`distributed_timeout` (and a moment to find the cause), with no process left:
+If anything goes wrong with one of them, a WorkerError says which one and why, within
+`distributed_timeout` (and up to 2 s to find the cause), and all workers are ended:
 
-    it raised        its last words come through the pipe
+    it raised        a Failure comes through the pipe
     it died          its exit code, or the signal that killed it
-    it stalls        a collective, or the pipe, waits too long, and one rank has not said a word
+    it stalls        a collective, or the pipe, waits too long, and one rank has sent nothing
 
-Knows processes, pipes and time limits. Does not know what is computed (`worker.py`).
+`worker.py` is what a worker runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import torch
 
 from nanovllm.errors import ContactLostError, WorkerError
 from nanovllm.parallel.interrupts import interrupts_blocked, interrupts_deferred
-from nanovllm.parallel.launch import Launch
 from nanovllm.parallel.ranks import Lockstep, Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect, serve_store
-from nanovllm.parallel.worker import Failure, Hello, WorkerSetup, worker_main
+from nanovllm.parallel.torchrun import TorchrunRank
+from nanovllm.parallel.worker import Failure, Ready, WorkerSetup, worker_main
 from nanovllm.utils.threads import num_threads
 
 if TYPE_CHECKING:
@@ -49,38 +49,37 @@ if TYPE_CHECKING:
     from nanovllm.observer import Observer
     from nanovllm.utils.model_config import ModelConfig
 
-_SECONDS_TO_EXPLAIN = 2.0  # for somebody's last words to come in, after something went wrong
-_SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; then it is killed
-_SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; then it is killed
+_SECONDS_TO_EXPLAIN = 2.0  # to wait for a Failure, after something went wrong
+_SECONDS_TO_EXIT = 5.0  # for a worker that was told to stop; after that it is killed
+_SECONDS_TO_GIVE_UP = 0.5  # for a worker whose pipe was closed; after that it is killed
 
 
 @dataclass(slots=True)
 class _Workers:
-    """What must come to an end: the processes, rank 1's first, the pipe to each, the group."""
+    """What must be ended: the processes from rank 1 on, the pipe to each, the process group."""
 
     processes: list[SpawnProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     parallel: TensorParallel | None = None
     owner: int = field(default_factory=os.getpid)
 
-    def stop(self, *, is_polite: bool = True) -> None:
+    def stop(self, *, sends_stop: bool = True) -> None:
         """End every process, and wait until it has.
 
         Args:
-            is_polite: tell them to stop; else only close the pipes, which says the same to those
-                who listen.
+            sends_stop: first send each a message to stop; else only close the pipes.
         """
         if self.is_forked:
-            self._let_go()
+            self._release_fork()
             return
         for connection in self.connections:
-            if is_polite:
-                with suppress(OSError):  # it is gone already
+            if sends_stop:
+                with suppress(OSError):  # it has ended already
                     connection.send(None)
             connection.close()
         for process in self.processes:
-            process.join(_SECONDS_TO_EXIT if is_polite else _SECONDS_TO_GIVE_UP)
-            process.kill()  # it computes, or hangs in a collective; its trace is flushed
+            process.join(_SECONDS_TO_EXIT if sends_stop else _SECONDS_TO_GIVE_UP)
+            process.kill()  # if it still computes, or hangs in a collective; its trace is flushed
             process.join()
         self.processes.clear()
         self.connections.clear()
@@ -93,46 +92,46 @@ class _Workers:
 
     @property
     def is_forked(self) -> bool:
-        """Is this a fork of rank 0's process? It has the lists, but the workers are not its own."""
+        """Is this process a fork of rank 0's? Then the workers are not its children."""
         return os.getpid() != self.owner
 
-    def _let_go(self) -> None:
-        """Let a fork come to its end without ending the workers, and without waiting for them."""
-        for connection in self.connections:  # this process's ends: rank 0 has its own
+    def _release_fork(self) -> None:
+        """In a fork: let it exit without ending the workers, and without waiting for them."""
+        for connection in self.connections:  # the fork's copies: those of rank 0 stay open
             connection.close()
-        # Those that multiprocessing ends when this process exits; there is no public way to them.
+        # The children that multiprocessing ends at exit; there is no public access to them.
         getattr(multiprocessing.process, "_children", set()).difference_update(self.processes)
         if self.parallel is not None:
             self.parallel.close()
 
 
 class WorkerGroup(Ranks):
-    """Ranks 1 .. tensor_parallel_size - 1 as child processes, and this process as rank 0.
+    """This process as rank 0, and ranks 1 .. tensor_parallel_size - 1 as its child processes.
 
     Args:
         config: the engine's settings, resolved.
-        model_config: the checkpoint's shape.
-        observer: asked for the observers of the workers.
+        model_config: the model's config.
+        observer: its `for_workers` gives the observers of the workers.
 
     Raises:
         WorkerError: a worker did not start.
-        TypeError: what the observer gives for the workers cannot be sent to them.
+        TypeError: what `for_workers` returns cannot be pickled.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, observer: Observer) -> None:
         num_ranks = config.tensor_parallel_size
         self._timeout = config.distributed_timeout
-        # More threads than cores would wait for each other in every layer.
+        # With more threads than cores, ranks would wait for each other in every layer.
         self._num_threads = max(1, torch.get_num_threads() // num_ranks)
         self._ended: str | None = None
         self._workers = _Workers()
-        # Registered late, so run early: before multiprocessing ends its daemons the hard way.
+        # Exit handlers run in reverse order: this one runs before multiprocessing kills daemons.
         self._finalizer = weakref.finalize(self, self._workers.stop)
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
         with self._watching("start"):
             store, port = serve_store()
-            make_observer = _recipe(observer)
+            make_observer = _observer_maker(observer)
             for rank in range(1, num_ranks):
                 setup = WorkerSetup(
                     rank=rank,
@@ -144,7 +143,7 @@ class WorkerGroup(Ranks):
                     dies_with_thread=threading.current_thread() is threading.main_thread(),
                 )
                 self._start(setup)
-            self._greet()
+            self._await_workers()
             device = rank_device(config.device, 0)
             parallel = connect(store, 0, num_ranks, device, self._timeout, is_one_machine=True)
         parallel.is_any_gone = self._workers.is_any_gone
@@ -159,15 +158,15 @@ class WorkerGroup(Ranks):
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
-        """See Ranks. Ctrl-C waits until the step is computed: the ranks must not part."""
+        """See Ranks. Ctrl-C is deferred until the step is computed, so that the ranks agree."""
         with interrupts_deferred(), self._watching("step"):
-            self._tell(step)
+            self._send(step)
             with num_threads(self._num_threads):
                 yield
 
     def exit(self) -> None:
         """See Ranks."""
-        self._end("exit() was called", is_polite=True)
+        self._end("exit() was called", sends_stop=True)
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -183,37 +182,37 @@ class WorkerGroup(Ranks):
             daemon=True,
         )
         if os.name == "posix":
-            resource_tracker.ensure_running()  # started below, it would unblock interrupts
+            resource_tracker.ensure_running()  # starting it later would unblock interrupts
         with interrupts_blocked():
             process.start()
         self._workers.processes.append(process)
-        theirs.close()  # the worker's is the only one now, and its end closes the pipe
+        theirs.close()  # only the worker has this end now, so the pipe closes when it ends
 
-    def _greet(self) -> None:
-        """Wait until every worker is there, then tell them: from now on nobody waits long."""
+    def _await_workers(self) -> None:
+        """Wait until every worker is ready, then tell all of them to connect."""
         for rank, connection in enumerate(self._workers.connections, start=1):
             if not connection.poll(START_TIMEOUT):
                 raise WorkerError(f"rank {rank} did not start within {START_TIMEOUT:g} s")
             try:
-                words = connection.recv()
+                reply = connection.recv()
             except (EOFError, OSError) as error:
                 raise ContactLostError(f"rank {rank} ended at its start") from error
-            if isinstance(words, Failure):
-                raise _own_error(rank, words)
-        self._tell(Hello())
+            if isinstance(reply, Failure):
+                raise _rank_error(rank, reply)
+        self._send(Ready())
 
-    def _end(self, why: str, *, is_polite: bool) -> None:
+    def _end(self, why: str, *, sends_stop: bool) -> None:
         if self._ended is None:
             self._ended = f"this engine has ended, make a new LLM: {why}"
             atexit.unregister(self._finalizer)
             if self._finalizer.detach() is not None:
-                with interrupts_deferred():  # or a worker that hangs would be left behind
-                    self._workers.stop(is_polite=is_polite)
+                with interrupts_deferred():  # otherwise a worker that hangs could be left running
+                    self._workers.stop(sends_stop=sends_stop)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _tell(self, what: Step | Hello) -> None:
-        content = ForkingPickler.dumps(what)  # once for all
+    def _send(self, what: Step | Ready) -> None:
+        content = ForkingPickler.dumps(what)  # once for all workers
         for rank, connection in enumerate(self._workers.connections, start=1):
             try:
                 connection.send_bytes(content)
@@ -222,7 +221,7 @@ class WorkerGroup(Ranks):
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Turn every way in which a worker can fail into a WorkerError; leave nothing running."""
+        """Turn every failure of a worker into a WorkerError. After any error, end all workers."""
         if self._ended is not None:
             raise WorkerError(self._ended)
         if self._workers.is_forked:
@@ -235,27 +234,27 @@ class WorkerGroup(Ranks):
         except ContactLostError as error:
             limit = f"{self._timeout:g} s (distributed_timeout)"
             cause = self._find_cause(error, f"{START_TIMEOUT:g} s" if what == "start" else limit)
-            self._end(str(cause), is_polite=False)
+            self._end(str(cause), sends_stop=False)
             raise cause from error
         except BaseException as error:
             why = f"rank 0 failed within a {what}: {type(error).__name__}: {error}"
-            self._end(why, is_polite=False)
+            self._end(why, sends_stop=False)
             raise
 
     def _find_cause(self, error: ContactLostError, limit: str) -> WorkerError:
-        """Who was it? Those who only noticed say so; the first who knows more has the word."""
+        """Find the rank that failed first; others may report only that they lost contact."""
         noticed: list[str] = []
         pairs = zip(self._workers.connections, self._workers.processes, strict=True)
         silent = dict(enumerate(pairs, start=1))
         while silent and wait([pipe for pipe, _ in silent.values()], _SECONDS_TO_EXPLAIN):
             for rank, (connection, process) in list(silent.items()):
-                words = _last_words(connection, process)
-                if isinstance(words, str):
-                    return WorkerError(f"rank {rank} {words}")
-                if words is not None and not words.is_consequence:
-                    return _own_error(rank, words)
-                if words is not None:
-                    noticed.append(f"rank {rank}: {words.error}")
+                reply = _read_failure(connection, process)
+                if isinstance(reply, str):
+                    return WorkerError(f"rank {rank} {reply}")
+                if reply is not None and not reply.is_consequence:
+                    return _rank_error(rank, reply)
+                if reply is not None:
+                    noticed.append(f"rank {rank}: {reply.error}")
                     del silent[rank]
         if silent:
             ranks = " and ".join(map(str, silent))
@@ -265,41 +264,41 @@ class WorkerGroup(Ranks):
 
 
 def join_ranks(config: Config, model_config: ModelConfig, observer: Observer) -> Ranks:
-    """Take a place among the ranks; start the other ones if nobody else has.
+    """Connect to the other ranks; start them, unless torchrun has done so.
 
     Raises:
         ValueError: torchrun started another number of processes than `tensor_parallel_size`.
         ValueError: there are fewer GPUs than ranks.
-        WorkerError: not every rank came.
+        WorkerError: not every rank started.
     """
     num_ranks = config.tensor_parallel_size
-    launch = Launch.from_environment(os.environ)
-    if launch is not None and launch.world_size != num_ranks:
+    torchrun = TorchrunRank.from_environment(os.environ)
+    if torchrun is not None and torchrun.world_size != num_ranks:
         raise ValueError(
             f"tensor_parallel_size={num_ranks}, but the environment says WORLD_SIZE="
-            f"{launch.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
-            f"tensor_parallel_size={launch.world_size}, or, if no launcher started this process, "
+            f"{torchrun.world_size}: run `torchrun --nproc-per-node {num_ranks}`, or set "
+            f"tensor_parallel_size={torchrun.world_size}, or, if no launcher started this process, "
             "unset RANK and WORLD_SIZE"
         )
     if num_ranks == 1:
         return Ranks(TensorParallel(device=rank_device(config.device, 0)))
-    if launch is not None:
-        return Lockstep(launch, config)
-    rank_device(config.device, num_ranks - 1)  # is there one for the last?
+    if torchrun is not None:
+        return Lockstep(torchrun, config)
+    rank_device(config.device, num_ranks - 1)  # raises if there are fewer GPUs than ranks
     return WorkerGroup(config, model_config, observer)
 
 
-def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str | None:
-    """What became of a worker: its exception, or how it ended; None if it goes on."""
+def _read_failure(connection: Connection, process: SpawnProcess) -> Failure | str | None:
+    """How a worker ended: its Failure, or a description; None if it is still running."""
     try:
         while connection.poll():
-            words = connection.recv()
-            if isinstance(words, Failure):
-                return words
+            reply = connection.recv()
+            if isinstance(reply, Failure):
+                return reply
     except (EOFError, OSError):
         process.join(_SECONDS_TO_GIVE_UP)
         if process.exitcode is None:
-            return "hung up"
+            return "closed its pipe"
     code = process.exitcode
     if code is None:
         return None
@@ -311,28 +310,28 @@ def _last_words(connection: Connection, process: SpawnProcess) -> Failure | str 
     return f"ended with exit code {code}{hint}"
 
 
-def _own_error(rank: int, failure: Failure) -> WorkerError:
+def _rank_error(rank: int, failure: Failure) -> WorkerError:
     error = WorkerError(f"rank {rank} raised {failure.error}")
     error.add_note(f"In rank {rank}:\n{failure.trace}")
     return error
 
 
-def _recipe(observer: Observer) -> Callable[[int], Observer] | None:
-    recipe = observer.for_workers()
+def _observer_maker(observer: Observer) -> Callable[[int], Observer] | None:
+    make_observer = observer.for_workers()
     try:
-        pickle.dumps(recipe)
+        pickle.dumps(make_observer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             "the observer's for_workers() must return something that can be sent to another "
-            f"process, such as a function of a module, not {recipe!r}: {error}"
+            f"process, such as a function of a module, not {make_observer!r}: {error}"
         ) from error
-    return recipe
+    return make_observer
 
 
 def _limit_sends(connection: Connection, seconds: float) -> None:
-    """Let a send fail that waits so long for a worker to read: its pipe is a pair of sockets.
+    """Set a time limit for sending through a pipe, which is a pair of sockets.
 
-    It can wait twice: once for the part that still goes in, and once for the rest, which does not.
+    A send can wait twice, for the part that still fits and for the rest: so each gets half.
     """
     if os.name == "posix":
         seconds /= 2

@@ -1,1 +1,1 @@
-"""What the model and the runner share: the context of a step, and the weight loader."""
+"""Helpers: checks of input, tokenizer, weight loader, devices. A first reader may skip it."""

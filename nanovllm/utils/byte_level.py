@@ -1,12 +1,10 @@
-"""ByteLevelVocabulary: the bytes that each token stands for.
+"""ByteLevelVocabulary: the bytes of each token.
 
-A byte-level BPE (GPT-2's, Qwen's) cuts text into bytes, and a token may hold any run of them: half
-a Chinese character, the last third of an emoji. Its vocabulary file is text all the same, since
-every byte is written as a printable character: the printable ones of Latin-1 as themselves, the
-others as the characters from U+0100 on. This module reads that writing back.
-
-Knows one tokenizer's vocabulary. Does not know what the bytes of several tokens amount to
-(`utils/detokenizer.py`).
+The tokens of a byte-level BPE (GPT-2's, Qwen's) are sequences of bytes: a token may hold a part of
+a Chinese character or of an emoji. Its vocabulary file is text, in which every byte is written as a
+printable character: the printable ones of Latin-1 as themselves, the others as the characters from
+U+0100 on. This module turns them back into bytes. `utils/detokenizer.py` turns the bytes of several
+tokens into text.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 class ByteLevelVocabulary:
-    """Looks tokens up, each only once.
+    """Token id -> bytes, with a cache.
 
     Args:
         tokenizer: of the tokenizers library.
 
     Raises:
-        TokenizerError: it is no byte-level one, so that its tokens have no bytes of their own.
+        TokenizerError: it is not a byte-level tokenizer, so a token alone has no bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -53,7 +51,7 @@ class ByteLevelVocabulary:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The token's bytes; b"" for a special token and for an id that the tokenizer lacks."""
+        """The token's bytes; b"" for a special token and for an unknown id."""
         if token_id not in self._known:
             self._known[token_id] = self._look_up(token_id)
         return self._known[token_id]

@@ -1,15 +1,13 @@
-"""Detokenizer: one request's tokens -> text, as they come. It also finds stop strings.
+"""Detokenizer: one request's tokens -> text, token by token. It also finds stop strings.
 
-Knows bytes, characters and what the request wants to stop at. Does not know tokenizers (it is told
-each token's bytes) or how a request ends (`scheduler.py`). vLLM's counterpart is
-`vllm/v1/utils/detokenizer.py`.
+vLLM's counterpart is `vllm/v1/utils/detokenizer.py`.
 
     tokens  e4 | b8 ad e6 | 96 87 | 21 | 3c 2f
-    text       .  中      .  文   . !  . (held: "</" may become the stop string "</s>")
+    text       .  中      .  文   . !  . (held back: "</" may become the stop string "</s>")
 
-Two things are held back, so that nothing shown is ever taken back: the bytes of a character that is
-not yet complete, and text that may turn out to be the beginning of a stop string. The work for each
-token depends on its own length only, never on what came before.
+Two things are held back until more tokens come, so that no text must be taken back: the bytes of a
+character that is not complete, and text that may be the beginning of a stop string. The work for a
+token depends on the length of its own text only, not on the text before it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Detokenizer:
     """Turns the generated tokens of one request into text.
 
     Args:
-        token_bytes: token id -> the bytes it stands for.
+        token_bytes: token id -> its bytes.
         stop: the text ends before the first of these.
 
     Attributes:
@@ -34,35 +32,35 @@ class Detokenizer:
 
     def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
         self._token_bytes = token_bytes
-        # Bytes that are no UTF-8 become U+FFFD, at the same places as in the tokenizer's decode.
+        # Bytes that are not valid UTF-8 become U+FFFD, as in the tokenizer's own decode.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [StopMatcher(text) for text in stop]
         self._held = ""  # may be the beginning of a stop string
         self._shown: list[str] = []
-        self._num_taken = 0  # pieces of `_shown` that `take` has given out
+        self._num_taken = 0  # items of `_shown` that `take` has returned
         self.stop_string: str | None = None
 
     def add(self, token_id: int) -> bool:
-        """Take in the next token. Returns True once a stop string is reached."""
+        """Add the next token. Returns True once a stop string is reached."""
         if self.stop_string is None:
             self._add_text(self._decoder.decode(self._token_bytes(token_id)))
         return self.stop_string is not None
 
     def finish(self) -> None:
-        """No more tokens will come: show what was held back."""
+        """No more tokens will come: add what was held back to the text."""
         if self.stop_string is None:
             self._shown.append(self._held + self._decoder.decode(b"", final=True))
             self._held = ""
 
     def take(self) -> str:
-        """The text shown since the last call."""
+        """The new text since the last call."""
         new = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return new
 
     @property
     def text(self) -> str:
-        """All text shown so far."""
+        """The text so far, without what is held back."""
         return "".join(self._shown)
 
     def _add_text(self, new: str) -> None:
@@ -71,7 +69,7 @@ class Detokenizer:
         text = self._held + new
         for index, character in enumerate(new, start=len(self._held) + 1):
             reached = [matcher.stop for matcher in self._matchers if matcher.advance(character)]
-            if reached:  # several may end at once: cut before the longest
+            if reached:  # several may end at this character: cut before the longest
                 self.stop_string = max(reached, key=len)
                 self._show(text[: index - len(self.stop_string)])
                 return
@@ -85,29 +83,29 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Looks for one string in text that comes character by character (Knuth, Morris and Pratt).
+    """Searches for one string in text that is given character by character (Knuth-Morris-Pratt).
 
     Attributes:
         stop: the string, at least one character.
-        num_matched: how many of its first characters the text ends with, as many as possible.
+        num_matched: the text ends with this many of its first characters; the largest such number.
     """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        # fallback[n]: of the first n characters, the longest end that is also a beginning.
+        # fallback[n]: of the first n characters, the longest proper suffix that is also a prefix.
         self._fallback = [0, 0]
         for character in stop[1:]:
             length = self._next_length(self._fallback[-1], character)
             self._fallback.append(length)
 
     def advance(self, character: str) -> bool:
-        """Take in the next character. Returns True if the text ends with the string now."""
+        """Add the next character. Returns True if the text now ends with the string."""
         self.num_matched = self._next_length(self.num_matched, character)
         return self.num_matched == len(self.stop)
 
     def _next_length(self, length: int, character: str) -> int:
-        """What `length` becomes with one more character; it must be less than the whole."""
+        """`num_matched` after one more character, if it is `length` (not the whole) before."""
         while length and self.stop[length] != character:
             length = self._fallback[length]
         return length + (self.stop[length] == character)

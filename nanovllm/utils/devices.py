@@ -1,13 +1,10 @@
-"""Which device and data type an "auto" means, how much memory there is, and if that is too little.
+"""The device and dtype that "auto" stands for, how much memory there is, and errors about it.
 
-Knows torch's view of the machine. Does not know what the engine needs.
-
-| device | checkpoint            | dtype="auto"                                                   |
-|--------|-----------------------|----------------------------------------------------------------|
-| CPU    | any                   | float32: CPUs compute it fastest, and it agrees with references |
-| GPU    | float16, bfloat16     | the checkpoint's own, where the GPU can compute it              |
-| GPU    | bfloat16, before Ampere | float16                                                       |
-| GPU    | float32, or not said  | bfloat16; float16 before Ampere                                |
+| device | checkpoint              | dtype="auto"                                                  |
+|--------|-------------------------|---------------------------------------------------------------|
+| CPU    | any                     | float32: CPUs compute it fastest, and it matches references   |
+| GPU    | float16                 | float16                                                       |
+| GPU    | bfloat16, float32, none | bfloat16; float16 on a GPU older than Ampere                  |
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ def resolve_device(asked: str) -> str:
     """Return "cpu" or "cuda".
 
     Raises:
-        ValueError: "cuda" was asked for, and torch sees no GPU.
+        ValueError: "cuda" was requested, and torch sees no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if asked == "auto":
@@ -49,11 +46,11 @@ def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple
     Args:
         asked: one of these, or "auto".
         device: "cpu" or "cuda".
-        stored: what the checkpoint was saved in; None if it does not say.
+        stored: the checkpoint's dtype; None if its config has none.
         capability: the GPU's compute capability.
 
     Raises:
-        ValueError: bfloat16 was asked for on a GPU that cannot compute it.
+        ValueError: bfloat16 was requested on a GPU that does not support it.
     """
     has_bfloat16 = device == "cpu" or capability >= FIRST_WITH_BFLOAT16
     if asked == "bfloat16" and not has_bfloat16:
@@ -71,15 +68,12 @@ def resolve_dtype(asked: str, device: str, stored: str | None, capability: tuple
 
 
 def gpu_capability(device: str) -> tuple[int, int]:
-    """Return the compute capability of the GPU in use; (0, 0) of a CPU."""
+    """Return the compute capability of the GPU in use; (0, 0) for a CPU."""
     return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Total and free bytes of a GPU's memory, as the driver counts them for all its programs.
-
-    For a CPU, `cpu_memory`.
-    """
+    """Total and free bytes of the device's memory. On a GPU, all programs count."""
     if device.type != "cuda":
         return cpu_memory()
     free, total = torch.cuda.mem_get_info(device)
@@ -87,9 +81,9 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def cpu_memory() -> tuple[int, int]:
-    """Total and free bytes of this machine's memory, or of the container's share of it."""
+    """Total and free bytes of this machine's memory, or of the container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = _meminfo_available() or total // 2  # where the system does not say: assume half
+    free = _meminfo_available() or total // 2  # if the system does not say, assume half
     limit, used = _cgroup_memory()
     if limit is not None and limit < total:
         return limit, max(min(limit - used, free), 0)
@@ -97,7 +91,7 @@ def cpu_memory() -> tuple[int, int]:
 
 
 def no_block_fits(budget: KVBudget) -> KVCacheError:
-    """Say why not one KV block fits, and what to do."""
+    """Return the error that says why not one KV block fits, and what to do."""
     total, used, limit = budget.total_bytes, budget.used_bytes, budget.limit_bytes
     is_gpu = limit is None
     step_bytes = int(total * budget.utilization) - used - budget.available_bytes if is_gpu else 0
@@ -118,7 +112,7 @@ def no_block_fits(budget: KVBudget) -> KVCacheError:
 
 
 def too_many_blocks(budget: KVBudget, device: torch.device) -> KVCacheError:
-    """Say that so many KV blocks cannot be allocated, and what to do."""
+    """Return the error that says that so many KV blocks cannot be allocated, and what to do."""
     size = budget.num_blocks * budget.block_bytes / GIB
     return KVCacheError(
         f"the {budget.num_blocks} KV blocks take {size:.2f} GiB, which {device} cannot allocate: "
@@ -145,6 +139,6 @@ def _cgroup_memory() -> tuple[int | None, int]:
         return None, 0
     if limit == "max":
         return None, 0
-    # Cached files are given back on demand: they do not count as used.
+    # The system frees cached files when memory is needed: they do not count as used.
     cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
     return int(limit), max(used - cached, 0)

@@ -1,8 +1,4 @@
-"""Checks of the engine's options, one by one and against the model.
-
-Knows the range of each option of `Config`. Does not know what an "auto" means (`devices.py`,
-`gpu/attention_choice.py`).
-"""
+"""Checks of the options of `Config`: each alone, and against the model."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.gpu.attention_choice import ATTENTION_BACKENDS
 from nanovllm.utils.options import choice, real_number, truth, whole_number
-from nanovllm.utils.peers import own_options
+from nanovllm.utils.vllm_names import own_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -62,10 +58,13 @@ def checked_options(
 
 
 def check_split(num_ranks: int, model: ModelConfig) -> None:
-    """Can each rank have as many attention heads, and as much of the MLP, as any other?
+    """Check that heads and MLP can be split into equal parts, one for each rank.
 
-    Fewer KV heads than ranks are replicated, if each can have equally many copies. The vocabulary
-    need not come out even: it is padded.
+    If there are fewer KV heads than ranks, each must have the same number of copies. The vocabulary
+    need not be divisible: it is padded.
+
+    Raises:
+        ValueError: they cannot; the message says by which numbers they can.
     """
     obstacle = _obstacle(num_ranks, model)
     if obstacle is not None:

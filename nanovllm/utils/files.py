@@ -1,7 +1,6 @@
-"""The files of a model folder: opened, or refused with a sentence that says what is in the way.
+"""Opening the files of a model folder, with an error that says why one cannot be read.
 
-Knows what a file system can answer: links that lead nowhere or in a circle, folders, pipes, names
-that are too long, what may not be read. Does not know what a file should hold.
+Handled are broken and circular links, folders, pipes, names that are too long, missing permissions.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ if TYPE_CHECKING:
 
     from nanovllm.errors import NanoVLLMError
 
-POINTERS = {  # what begins a text that stands in a large file's place
+POINTERS = {  # the first bytes of a small text file that replaces a large file
     b"version https://git-lfs.github.com/spec/v1": "a Git LFS pointer: run `git lfs pull`",
     b"/annex/objects/": "a git-annex pointer: run `git annex get .`",
 }
-_BYTE_ORDER_MARKS = b"\xef\xbb\xbf\xfe\xff"  # an editor or a shell puts them before a text
+_BYTE_ORDER_MARKS = b"\xef\xbb\xbf\xfe\xff"  # some editors and shells write them first
 
 
 def is_there(path: Path) -> bool:
-    """Has the folder such a name? Yes where it cannot be told: opening it will say why not."""
+    """Does the folder have an entry of this name? True if unknown: opening it gives the error."""
     try:
-        path.lstat()  # a link that leads nowhere is there: it must not be passed over
+        path.lstat()  # a broken link is there too: it must not be ignored
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):
@@ -35,9 +34,9 @@ def is_there(path: Path) -> bool:
 
 
 def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
-    """Raise `refusal` if `file` cannot be opened and read, or only says where it is to be had."""
+    """Raise `refusal` if `file` cannot be opened and read, or is only a pointer to the real one."""
     try:
-        mode = file.stat().st_mode  # of what a link leads to
+        mode = file.stat().st_mode  # of the target, if it is a link
         if stat.S_ISREG(mode):
             with file.open("rb") as opened:
                 begin = opened.read(128).replace(b"\0", b"").lstrip(_BYTE_ORDER_MARKS)
@@ -45,7 +44,7 @@ def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
             if not pointers:
                 return
             why = f"it is {pointers[0]} in its folder, or download the file"
-        else:  # a pipe would wait for somebody to write, so it is not opened
+        else:  # opening a pipe would block until someone writes to it
             why = "it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file"
     except (OSError, ValueError) as error:
         why = explain(error, file)
@@ -53,13 +52,13 @@ def check_file(file: Path, refusal: type[NanoVLLMError]) -> None:
 
 
 def read_json(file: Path, refusal: type[NanoVLLMError]) -> object:
-    """Return what a JSON file holds. Raises `refusal` if it cannot be read, or is no JSON."""
+    """Return the content of a JSON file. Raises `refusal` if it cannot be read or is not JSON."""
     check_file(file, refusal)
     try:
         content: object = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise refusal(f"{file} cannot be read: {explain(error, file)}.") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise refusal(f"{file} is not valid JSON: {error}.") from error
     return content
 

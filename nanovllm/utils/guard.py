@@ -1,7 +1,4 @@
-"""What an observer raises must not end the engine's run: it is said once, and the run goes on.
-
-Knows the names and parameters of an observer's methods. Does not know what they do.
-"""
+"""guarded: an error in an observer must not end the engine's run. It is printed once."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 
 from nanovllm.observer import SILENT, Observer
 
-_UNGUARDED = {"for_workers", "engine_init", "failed"}  # the first two: nothing is lost yet
-# With the method's own parameters: one with *args would cost five times as much at each call.
+_UNGUARDED = {"for_workers", "engine_init", "failed"}  # the first two: the run has not begun yet
+# With the method's own parameters: with *args each call would cost five times as much.
 _GUARD = """
 def {name}({parameters}):
     try:
@@ -24,16 +21,16 @@ def {name}({parameters}):
 
 
 def guarded(observer: Observer | None) -> Observer:
-    """Let nothing but KeyboardInterrupt, SystemExit and their like out of an observer's methods.
+    """Catch every `Exception` that a method of an observer raises.
 
-    The first error is said on stderr, and `observer.failed` is told of each. `engine_init` and
-    `for_workers` may raise: the run has not begun.
+    The first one is printed on stderr, and `observer.failed` is called for each. `engine_init` and
+    `for_workers` may raise: the run has not begun yet.
 
     Args:
-        observer: None for silence.
+        observer: None for no observer.
 
     Returns:
-        Another observer, which passes everything on.
+        Another observer, which calls the methods of this one.
     """
     if observer is None or type(observer) is Observer:
         return SILENT
@@ -52,7 +49,7 @@ def guarded(observer: Observer | None) -> Observer:
         if name in _UNGUARDED:
             guards[name] = getattr(observer, name)
         elif not name.startswith("_"):
-            names = method.__code__.co_varnames  # its parameters: it does nothing
+            names = method.__code__.co_varnames  # its parameters: it has no other variables
             by_name = names[method.__code__.co_argcount :]
             arguments = ", ".join(f"{one}={one}" if one in by_name else one for one in names[1:])
             source = _GUARD.format(name=name, parameters=", ".join(names), arguments=arguments)
@@ -63,7 +60,7 @@ def guarded(observer: Observer | None) -> Observer:
 
 
 def _say(what: str, error: Exception) -> None:
-    with suppress(Exception):  # stderr may be closed, or none
+    with suppress(Exception):  # stderr may be closed, or None
         sys.stderr.write(
             f"{''.join(traceback.format_exception(error))}nanovllm: {what} raised this error. "
             "The run goes on, but the observer's record is incomplete. Fix this method, or run "

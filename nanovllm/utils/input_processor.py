@@ -1,8 +1,7 @@
-"""InputProcessor: what a caller hands in -> a Request, or a clear error.
+"""InputProcessor: a caller's prompt and sampling params -> a Request, or an error.
 
-Knows the tokenizer, the vocabulary's size and the limits of a request's length. Whatever is wrong
-is said before anything is queued.
-vLLM's counterpart is `vllm/v1/utils/input_processor.py`.
+All checks are done before anything is queued. vLLM's counterpart is
+`vllm/v1/utils/input_processor.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.utils.tokenizer import Tokenizer
 
 Request = tuple[list[int], SamplingParams, str | None]
-"""A prompt's token ids, its sampling params, and its text if that was given; all checked."""
+"""A prompt's token ids, its sampling params, and its text if it was given; all checked."""
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}  # of vLLM's TextPrompt and TokensPrompt
 
 
@@ -35,7 +34,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
 
     def batch(self, prompts: object, sampling_params: object) -> list[Request]:
-        """Pair every prompt with its sampling params. A text or a dict alone is one prompt.
+        """Pair every prompt with its sampling params. A single text or dict is one prompt.
 
         Raises:
             TypeError: not a list of prompts, or an item of it is not a prompt.
@@ -97,12 +96,12 @@ def check_fits(
 
     Args:
         num_prompt_tokens: of its prompt.
-        max_tokens: it may get so many more.
-        scheduler: that would have to run it.
-        max_positions: how far max_model_len could be raised; None if that is not known.
+        max_tokens: how many tokens it may generate.
+        scheduler: has the limits.
+        max_positions: the highest possible max_model_len; None if unknown.
 
     Raises:
-        RequestRefusedError: it is longer than max_model_len or than the whole block pool.
+        RequestRefusedError: it may become longer than max_model_len or than the block pool.
     """
     limit, pool = scheduler.max_model_len, scheduler.block_manager
     if num_prompt_tokens >= limit:
@@ -116,7 +115,7 @@ def check_fits(
             need=num_prompt_tokens + 1,
             have=limit,
         )
-    # The last token is sampled but never computed: it needs no place in a block.
+    # The last token is sampled but never computed: it needs no slot.
     longest = min(num_prompt_tokens + max_tokens, limit) - 1
     need, have = pool.blocks_for(longest), pool.num_blocks
     if need > have:

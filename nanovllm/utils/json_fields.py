@@ -1,7 +1,4 @@
-"""JsonFields: typed reading of one JSON object, with errors that name the file and the field.
-
-Knows types and ranges. Does not know what any field means.
-"""
+"""JsonFields: typed reading of one JSON object, with errors that name the file and the field."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class JsonFields:
     Attributes:
         file: where the object was read from.
         values: the object.
-        prefix: where it lies inside the file, `rope_scaling.` say.
+        prefix: the name of the object in the file, with a dot: `rope_scaling.`, say.
     """
 
     file: Path
@@ -33,7 +30,7 @@ class JsonFields:
     prefix: str = ""
 
     def get(self, name: str) -> object:
-        """Return the field's value as it stands, None if absent."""
+        """Return the field's value, unchecked; None if absent."""
         return self.values.get(name)
 
     def error(self, name: str, what: str) -> ModelConfigError:

@@ -1,13 +1,11 @@
 """Loading a checkpoint: every tensor of it into the model, every weight of the model from it.
 
-The headers of all files are read and compared with the model first; only when all names, shapes and
-types fit is anything copied. So a wrong checkpoint is refused whole, and by name. The numbers
-themselves are looked at while they are copied: one that is not finite is refused by its tensor's
-name, and the model is then of no use.
+First the headers of all files are compared with the model. Only if all names, shapes and types
+match is anything copied; the errors name the tensor. Numbers that are not finite are found while
+they are copied, and the model must not be used after that error.
 
-Knows safetensors files, that a packed module is filled by several tensors, and that a rank holds a
-part of a split one: it reads that part only. Does not know the model's architecture: the model's
-own parameters say what is needed.
+A merged module is filled by several tensors. Of a tensor that is split over ranks, a rank reads its
+own part only. What is needed follows from the model's own parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import WeightsError
-from nanovllm.layers.linear import PackedLinear
+from nanovllm.layers.linear import MergedLinear
 from nanovllm.utils.files import check_file, explain, is_there, read_json
 
 if TYPE_CHECKING:
@@ -37,13 +35,13 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 BYTES_PER_NUMBER = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types that are cast on copying
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # by their largest number
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # ordered by their largest number
 LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's tensors begin with
 MOST_NAMES_SHOWN = 4
-UNUSED = ".rotary_emb.inv_freq"  # a buffer that older checkpoints hold: config.json says it all
+UNUSED = ".rotary_emb.inv_freq"  # a buffer in older checkpoints; it follows from config.json
 WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 
-# A tensor's module in a checkpoint -> for each dimension, the fields of config.json behind it.
+# A tensor's module in a checkpoint -> for each dimension, its fields of config.json.
 SHAPE_FIELDS = {
     **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
     "q_proj": ("num_attention_heads, head_dim", "hidden_size"),
@@ -58,7 +56,7 @@ SHAPE_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What was read: files, tensors in them, and the bytes of those tensors on disk."""
+    """What was read: the number of files, of tensors in them, and of the tensors' bytes on disk."""
 
     num_files: int
     num_keys: int
@@ -67,7 +65,7 @@ class LoadedWeights:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint, by its header."""
+    """The header of a tensor in the checkpoint."""
 
     file: Path
     shape: tuple[int, ...]
@@ -76,7 +74,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a tensor of the checkpoint goes: a parameter, or the rows of a packed one (a view).
+    """Where a tensor of the checkpoint goes: a parameter, or rows of a merged one (a view).
 
     Attributes:
         partition: the part of the tensor that goes there; None for all of it.
@@ -95,7 +93,7 @@ class Destination:
         return tuple(shape)
 
     def read(self, tensors: Any, name: str) -> Tensor:  # noqa: ANN401 - safe_open has no types
-        """This part of the tensor called `name`, without what is padding in the weight."""
+        """Read this rank's part of the tensor called `name`, without padding."""
         part = self.partition
         if part is None or part.num_stored == part.whole:
             whole: Tensor = tensors.get_tensor(name)
@@ -105,7 +103,7 @@ class Destination:
         return stored
 
     def fill(self, values: Tensor) -> bool:
-        """Copy what `read` returned; padding, which comes after it, stays as it is.
+        """Copy what `read` returned; the padding after it does not change.
 
         Returns:
             Is every number finite, in the weight's dtype?
@@ -114,17 +112,17 @@ class Destination:
         if self.partition is not None:
             weight = weight.narrow(self.partition.dim, 0, self.partition.num_stored)
         weight.copy_(values)
-        # On a CPU 10 to 40 times as fast as isfinite().all(). The extremes of a NaN are NaN.
+        # On a CPU 10 to 40 times as fast as isfinite().all(). With a NaN, both extremes are NaN.
         return weight.numel() == 0 or all(extreme.isfinite() for extreme in weight.aminmax())
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeights:
-    """Fill the model's parameters from a folder of safetensors, cast to the dtype they have.
+    """Fill the model's parameters from a folder of safetensors files, cast to their dtype.
 
     Raises:
-        WeightsError: a file is missing, broken or ambiguous, or the checkpoint does not hold
-            exactly the tensors that the model has. The model is then as it was before. Or a tensor
-            holds a number that is not finite, or not in the model's dtype.
+        WeightsError: a file is missing, broken or ambiguous, or the checkpoint's tensors are not
+            exactly the model's: the model has not changed. Or a tensor holds a number that is not
+            finite in the checkpoint or in the model's dtype.
     """
     files, stored = read_checkpoint(Path(folder))
     destinations = find_destinations(model)
@@ -149,14 +147,14 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> LoadedWeight
 
 
 def check_sizes(folder: str | os.PathLike[str], config: ModelConfig) -> None:
-    """Compare a configuration with the headers of the weights, before any module is built.
+    """Compare the sizes of a config with the headers of the weights, before the model is built.
 
     Args:
         folder: the checkpoint's.
-        config: what its config.json says.
+        config: from its config.json.
 
     Raises:
-        WeightsError: a file is missing, broken or ambiguous, or a size is another in the files.
+        WeightsError: a file is missing, broken or ambiguous, or a size differs.
     """
     stored = read_checkpoint(Path(folder))[1]
     num_layers = len({layer[0] for name in stored if (layer := LAYER.match(name))})
@@ -188,7 +186,7 @@ def read_checkpoint(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
 
 
 def find_files(folder: Path, index: dict[str, str]) -> list[Path]:
-    """Return the files of the checkpoint: one, those of the index, or all there are."""
+    """Return the files of the checkpoint: the single file, those of the index, or all."""
     if is_there(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
     names = sorted(set(index.values()))
@@ -238,14 +236,14 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 def find_destinations(model: nn.Module) -> dict[str, Destination]:
     """Return where each tensor of a checkpoint goes, by the tensor's name.
 
-    Together the destinations are all parameters of the model, each number once.
+    Together the destinations cover all parameters of the model, without overlap.
     """
     destinations = {}
     for name, parameter in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")  # ....self_attn.qkv_proj, weight
         parent_name = module_name.rpartition(".")[0]  # ....self_attn
         module = model.get_submodule(module_name)
-        if not isinstance(module, PackedLinear):
+        if not isinstance(module, MergedLinear):
             partition: Partition | None = getattr(module, "partition", None)
             destinations[name] = Destination(module_name, parameter, partition)
             continue
@@ -257,14 +255,14 @@ def find_destinations(model: nn.Module) -> dict[str, Destination]:
 
 
 def find_tied(model: nn.Module) -> dict[str, str]:
-    """Return the second names of parameters that have two, such as a tied head's."""
+    """Return alias -> name of parameters that have two names, such as a tied head."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     all_names = model.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in all_names if name != names[parameter]}
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return the file of each tensor; nothing if there is no index."""
+    """Return tensor -> file name; empty if there is no index."""
     if not is_there(file):
         return {}
     content = read_json(file, WeightsError)
@@ -335,7 +333,7 @@ def _check_tensor(
 def _check_tied(
     alias: str, tensor: StoredTensor, name: str, original: StoredTensor, destination: Destination
 ) -> None:
-    """Check that a tensor stored twice is twice the same: the model has room for one."""
+    """Check that a tensor that is stored twice is equal both times: the model has it once."""
     if (tensor.shape, tensor.dtype) == (original.shape, original.dtype):
         with safe_open(tensor.file, "pt") as one, safe_open(original.file, "pt") as other:
             if torch.equal(destination.read(one, alias), destination.read(other, name)):

@@ -1,11 +1,8 @@
-"""ModelConfig: what a model folder's `config.json` says of the model.
+"""ModelConfig: the `config.json` of a model folder, read and checked.
 
-Knows the two spellings of the file (transformers 5 and before), the range of every number in it,
-and which options this engine does not implement. Whatever would change the model's output is either
-read or refused by name, never ignored.
-
-Knows no torch and no transformers, and nothing of the weights but how many numbers they are: the
-loader finds wrong shapes.
+Both spellings of the file are read (transformers 5, and before). A field that would change the
+model's output is either read or refused by name, never ignored. Wrong shapes of weights are found
+by the loader.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ SIZE_FIELDS = (
 )
 GIB = 1024**3
 
-# A field that may hold one value only: what is implemented. Absent or null means that value.
+# Fields of which only one value is implemented. Absent or null means that value.
 IMPLEMENTED_ONLY: tuple[tuple[str, object], ...] = (
     ("model_type", "qwen3"),
     ("hidden_act", "silu"),
@@ -53,12 +50,12 @@ class ModelConfig:
         architecture: the class named in `architectures`.
         head_dim: width of one attention head; not always hidden_size / num_attention_heads.
         rope_scaling: how the rotary frequencies are stretched, None if they are not.
-        max_position_embeddings: positions run from 0 to this number, exclusive: the file's, or as
-            far as rope_scaling reaches, if that is further.
-        tie_word_embeddings: the head multiplies with the embedding's own matrix.
-        dtype: what the checkpoint was saved in (float32, float16 or bfloat16), None if not said.
-        eos_token_ids: each ends a text; from config.json and generation_config.json.
-        eos_by_file: the same, by the file that names it.
+        max_position_embeddings: positions go from 0 to this number, exclusive: the file's value, or
+            that of rope_scaling if it is larger.
+        tie_word_embeddings: the head uses the matrix of the embedding.
+        dtype: the checkpoint's dtype (float32, float16 or bfloat16), None if not given.
+        eos_token_ids: each ends a sequence; from config.json and generation_config.json.
+        eos_by_file: the same ids, by file name.
     """
 
     architecture: str
@@ -82,7 +79,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers all weights are together; a tied head counts once."""
+        """The number of parameters; a tied head counts once."""
         num_q_rows = self.num_attention_heads * self.head_dim
         num_kv_rows = self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * 2 * (num_q_rows + num_kv_rows)  # q, o; k, v
@@ -95,16 +92,16 @@ class ModelConfig:
     def check_memory(
         self, folder: str, total_bytes: int, bytes_per_parameter: int, num_positions: int
     ) -> None:
-        """Refuse a model that a memory cannot hold, before anything of it is allocated.
+        """Check that the model fits into the memory, before anything is allocated.
 
         Args:
-            folder: where the configuration is from, for the error.
-            total_bytes: of the memory; of several ranks' together.
+            folder: of the config, for the error.
+            total_bytes: of the memory; with several ranks, of all together.
             bytes_per_parameter: of the dtype that the weights are loaded as.
             num_positions: rows of the rotary table, which is float32.
 
         Raises:
-            ModelConfigError: with the numbers, and the fields that they come from.
+            ModelConfigError: it does not; the message has the numbers and the fields.
         """
         weight_bytes = self.num_parameters * bytes_per_parameter
         table_bytes = num_positions * self.head_dim * 4
@@ -124,7 +121,7 @@ class ModelConfig:
         """Read `config.json` and, if there is one, `generation_config.json` of a model folder.
 
         Raises:
-            ModelConfigError: naming the file, the field and what is wrong with it.
+            ModelConfigError: the message names the file, the field and what is wrong with it.
         """
         folder = Path(path)
         _check_folder(folder)
@@ -215,7 +212,7 @@ def _check_layer_types(fields: JsonFields, num_hidden_layers: int) -> None:
 
 
 def _num_key_value_heads(fields: JsonFields, num_heads: int) -> int:
-    """Several query heads may share one key/value head (GQA), each of them equally many."""
+    """Each key/value head is shared by the same number of query heads (GQA)."""
     num_kv_heads = fields.count("num_key_value_heads", default=num_heads)
     what = f"must divide num_attention_heads = {num_heads}"
     fields.require("num_key_value_heads", num_heads % num_kv_heads == 0, what)

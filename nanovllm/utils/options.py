@@ -1,8 +1,7 @@
-"""Checks of single option values: one sentence for each way to be wrong, naming the option.
+"""Checks of single option values. Each error names the option.
 
-Knows types and ranges. Does not know what an option means. Numbers, strings and arrays of other
-libraries (numpy's, fractions, subclasses of Python's own) are taken for what they are and become
-Python's: what leaves this module is an int, float, bool, str or tuple, and no subclass of one.
+Numbers, strings and arrays of other libraries (numpy, fractions, subclasses of Python's own types)
+are accepted and converted: these functions return int, float, bool, str or tuple, no subclasses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
     """Return `value` as an int.
 
     Raises:
-        TypeError: it is no whole number (5.0 and True are none).
+        TypeError: it is not a whole number (5.0 and True are not).
         ValueError: it is not in [at_least, below).
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -30,7 +29,7 @@ def whole_number(name: str, value: object, *, at_least: int, below: int) -> int:
 
 
 def optional(name: str, value: object, *, at_least: int, below: int) -> int | None:
-    """Return `value` as an int; None for what turns it off: None, or -1 and up to `at_least`.
+    """Return `value` as an int; None for the values that turn it off: None, -1 to at_least - 1.
 
     Raises:
         TypeError, ValueError: as `whole_number`.
@@ -43,8 +42,8 @@ def whole_numbers(name: str, value: object) -> tuple[int, ...]:
     """Return `value`, a list of whole numbers from 0 on, as a tuple; () for None.
 
     Raises:
-        TypeError: it is no list, or something in it is no whole number.
-        ValueError: one of them is negative, or huge.
+        TypeError: it is not a list, or an item is not a whole number.
+        ValueError: an item is negative, or 2**31 or more.
     """
     wrong = f"{name} must be a list of whole numbers from 0 on, not {value!r}"
     if value is None:
@@ -63,7 +62,7 @@ def texts(name: str, value: object) -> tuple[str, ...]:
 
     Raises:
         TypeError: it is neither.
-        ValueError: one of them is empty, and so part of every text.
+        ValueError: an item is empty, and so part of every text.
     """
     wrong = f"{name} must be a string or a list of strings, none of them empty, not {value!r}"
     if value is None:
@@ -81,8 +80,8 @@ def real_number(name: str, value: object, *, low: float, high: float, with_low: 
     """Return `value` as a float.
 
     Raises:
-        TypeError: it is no number (True and "0.6" are none).
-        ValueError: it is not in [low, high], or equals `low` where that does not belong to it.
+        TypeError: it is not a number (True and "0.6" are not).
+        ValueError: it is not in [low, high], or it equals `low` without `with_low`.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
@@ -117,10 +116,10 @@ def token_ids(value: list[Any], vocab_size: int) -> list[int]:
     """Return `value` as token ids of a vocabulary.
 
     Raises:
-        TypeError: something in it is no whole number.
+        TypeError: an item is not a whole number.
         ValueError: an id is outside the vocabulary.
     """
-    # A prompt may have a hundred thousand: look at them one by one only to name the culprit.
+    # A prompt may have 100,000 tokens: check them one by one only to find the wrong one.
     if set(map(type, value)) <= {int} and (
         not value or (min(value) >= 0 and max(value) < vocab_size)
     ):
@@ -134,7 +133,7 @@ def token_ids(value: list[Any], vocab_size: int) -> list[int]:
 
 
 def prompt_text(value: str) -> str:
-    """Return `value`, or raise ValueError: Python's strings may hold halves of characters."""
+    """Return `value`, or raise ValueError: Python's strings can hold half a surrogate pair."""
     text = str.__str__(value)
     try:
         text.encode()
@@ -153,7 +152,7 @@ def as_list(value: object) -> list[Any] | None:
 
 
 def _shown(value: object) -> str:
-    """A number as text. Python refuses to write one of thousands of digits, and rightly so."""
+    """A number as text. Python refuses to convert one with thousands of digits."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
         return f"a number of {value.bit_length()} bits"
     return f"{value!s:.40}"

@@ -1,7 +1,6 @@
-"""The progress bar of `generate`, for a person who waits at a terminal.
+"""The progress bar of `generate`: tqdm's, on stderr, if that is a terminal.
 
-Knows whether somebody looks: the bar is tqdm's, on stderr, and there is none if that is no
-terminal. Of the processes that torchrun starts, rank 0 shows it. Does not know what advances.
+Of the processes that torchrun starts, only rank 0 shows it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar(total: int, *, shows: bool) -> Iterator[Callable[[int], object]]:
-    """Within this, a bar from 0 to `total`, advanced by calls of what is yielded."""
+    """Show a bar from 0 to `total`. Yields a function that advances it by a number."""
     if (
         not shows
         or os.environ.get("RANK", "0") != "0"
@@ -29,7 +28,7 @@ def progress_bar(total: int, *, shows: bool) -> Iterator[Callable[[int], object]
         return
     from tqdm import tqdm  # noqa: PLC0415 - seldom needed
 
-    # Without tqdm's own lock and thread: they would settle how the caller's processes start.
+    # Without tqdm's own lock and thread: they would set the start method of multiprocessing.
     bar_class: Any = type("Bar", (tqdm,), {"_lock": RLock(), "monitor_interval": 0})
     with bar_class(total=total, desc="Requests", dynamic_ncols=True) as bar:
         yield bar.update

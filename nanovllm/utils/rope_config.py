@@ -3,8 +3,7 @@
     transformers 5:  "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ...}
     before:          "rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, ...}
 
-Knows which parameters each kind of scaling takes, and the formulas by which they change the
-frequencies (yarn: https://arxiv.org/abs/2309.00071).
+(yarn: https://arxiv.org/abs/2309.00071)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from nanovllm.utils.json_fields import JsonFields
 
-# The fields each kind may have; any other is refused, since it would be ignored.
+# The fields that each kind may have; any other is refused, because it would be ignored.
 KNOWN_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -30,23 +29,23 @@ KNOWN_FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 FIELDS_OF_ALL = ("rope_type", "type", "rope_theta")
-# Of other fields, the value that changes nothing.
-IDLE = {"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0}
+# Other fields, each with the value that changes nothing.
+NO_EFFECT = {"partial_rotary_factor": 1.0, "extrapolation_factor": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How the rotary frequencies are stretched for texts longer than those trained on.
+    """How the rotary frequencies are scaled for texts longer than those in training.
 
     Attributes:
-        rope_type: `linear` slows every frequency by `factor`. `yarn` slows the low ones, keeps the
-            high ones, and ramps between them (https://arxiv.org/abs/2309.00071).
-        factor: new length over old length.
-        original_max_position_embeddings: yarn: the old length.
+        rope_type: `linear` divides every frequency by `factor`. `yarn` divides the low ones, keeps
+            the high ones, and interpolates between them (https://arxiv.org/abs/2309.00071).
+        factor: new length / original length.
+        original_max_position_embeddings: yarn: the original length.
         attention_factor: yarn: cosine and sine are multiplied by it.
-        beta_fast: yarn: frequencies that turn more often than this over the old length are kept.
-        beta_slow: yarn: those that turn less often than this are slowed by the whole factor.
-        truncate: yarn: the ramp begins and ends at whole dimensions.
+        beta_fast: yarn: frequencies with more turns than this over the original length are kept.
+        beta_slow: yarn: frequencies with fewer turns than this are divided by `factor`.
+        truncate: yarn: the interpolation begins and ends at whole dimensions.
     """
 
     rope_type: Literal["linear", "yarn"]
@@ -59,16 +58,15 @@ class RopeScaling:
 
     @property
     def num_positions(self) -> int:
-        """How far the stretched positions reach, as vLLM's `_get_and_verify_max_len` has it."""
+        """The number of positions with scaling, as in vLLM's `_get_and_verify_max_len`."""
         return int(min(self.original_max_position_embeddings * self.factor, LARGEST_COUNT))
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Slow the frequencies down as the checkpoint asks.
+        """Scale the frequencies.
 
         Args:
-            frequencies: (head_dim / 2,) how far each pair turns from one position to the next,
-                radians.
-            theta: what they were made from.
+            frequencies: (head_dim / 2,) the rotation of each pair per position, in radians.
+            theta: rope_theta, which they were computed from.
         """
         if self.rope_type == "linear":
             return frequencies / self.factor
@@ -80,7 +78,7 @@ class RopeScaling:
         head_dim = 2 * len(frequencies)
 
         def pair_that_turns(num_turns: float) -> float:
-            """Which pair turns so often over the original length? No whole number, as a rule."""
+            """The index, a float, of the pair that turns so often over the original length."""
             wavelength = self.original_max_position_embeddings / (num_turns * 2 * math.pi)
             return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -89,7 +87,7 @@ class RopeScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         if low == high:
-            high += 0.001  # a step instead of a ramp, and no division by zero
+            high += 0.001  # avoids a division by zero
         pairs = frequencies.new_tensor(range(len(frequencies)))
         return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)
 
@@ -98,7 +96,7 @@ def read_rope(fields: JsonFields, max_position_embeddings: int) -> tuple[float, 
     """Return rope_theta and the scaling.
 
     Raises:
-        ModelConfigError: a parameter is missing, said twice, or of a kind not implemented.
+        ModelConfigError: a parameter is missing, given twice, or not implemented.
     """
     sections = [*filter(None, map(fields.section, ("rope_parameters", "rope_scaling")))]
     scalings = [_read_scaling(section, max_position_embeddings) for section in sections]
@@ -120,9 +118,9 @@ def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScal
         raise section.error(named[0], f"is not implemented; {', '.join(KNOWN_FIELDS)} are")
     for name, value in section.values.items():
         is_known = name in FIELDS_OF_ALL + KNOWN_FIELDS[rope_type]
-        is_idle = value is None or (name in IDLE and value == IDLE[name])
+        has_no_effect = value is None or (name in NO_EFFECT and value == NO_EFFECT[name])
         what = f"is not implemented for rope_type {rope_type!r}"
-        section.require(name, is_known or is_idle, what)
+        section.require(name, is_known or has_no_effect, what)
     if rope_type == "default":
         return None
     factor = section.number("factor", above=0.0)
@@ -142,12 +140,12 @@ def _read_scaling(section: JsonFields, max_position_embeddings: int) -> RopeScal
 
 
 def _attention_factor(section: JsonFields, factor: float) -> float:
-    """Return what cosine and sine are multiplied by, from whichever field a checkpoint has.
+    """Return the factor of cosine and sine, from the fields that the checkpoint has.
 
-    `attention_factor` is the whole of it; else it is worked out from `factor`, perhaps by `mscale`
-    and `mscale_all_dim` (transformers: `_compute_yarn_parameters`, which passes over one without
-    the other). `attn_factor` multiplies that (vLLM: `YaRNScalingRotaryEmbedding`; transformers
-    passes over it, but checkpoints that have it were made for the product).
+    `attention_factor` is used as it is. Without it, the factor is computed from `factor`, and from
+    `mscale` and `mscale_all_dim` if both are given (transformers: `_compute_yarn_parameters`). It
+    is multiplied by `attn_factor` (vLLM: `YaRNScalingRotaryEmbedding`; transformers ignores it, but
+    checkpoints that have it need it).
     """
 
     def scaled(mscale: float = 1.0) -> float:
@@ -157,7 +155,7 @@ def _attention_factor(section: JsonFields, factor: float) -> float:
     scales = [section.number(n, above=0.0) for n in names if section.get(n) not in (None, 0)]
     found = scaled(scales[0]) / scaled(scales[1]) if len(scales) == len(names) else scaled()
     found *= section.number("attn_factor", above=0.0, default=1.0)
-    told = section.number("attention_factor", above=0.0, default=found)
-    if section.get("attn_factor") is not None and not math.isclose(told, found, rel_tol=1e-6):
-        raise section.error("attn_factor", f"makes {found:g}, but attention_factor is {told:g}")
-    return told
+    given = section.number("attention_factor", above=0.0, default=found)
+    if section.get("attn_factor") is not None and not math.isclose(given, found, rel_tol=1e-6):
+        raise section.error("attn_factor", f"makes {found:g}, but attention_factor is {given:g}")
+    return given

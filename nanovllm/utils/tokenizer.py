@@ -1,9 +1,8 @@
-"""Tokenizer: text <-> token ids, through the checkpoint's own transformers tokenizer.
+"""Tokenizer: text <-> token ids, with the checkpoint's own transformers tokenizer.
 
-Knows the folder. `generate` takes prompts as they are: whoever wants the chat template applies it
-first, as the article's example does. Special tokens are added to plain text, as the tokenizer says,
-and not to what a template has written: it has its own. Loaded at its first use: prompts given as
-token ids need none until text goes out.
+`generate` does not apply the chat template: the caller does, as in the article's example. Special
+tokens are added to plain text, but not to text that a chat template has written, which has them
+already. The tokenizer is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Raises:
-        TokenizerError: at its first use, if the folder holds none, or one that cannot be loaded.
+        TokenizerError: at its first use, if the folder has none, or one that cannot be loaded.
     """
 
     def __init__(self, folder: str) -> None:
@@ -38,10 +37,10 @@ class Tokenizer:
 
     @cached_property
     def of_transformers(self) -> PreTrainedTokenizerBase:
-        """The tokenizer itself."""
+        """The tokenizer of transformers."""
         from transformers import AutoTokenizer, Qwen3Config  # noqa: PLC0415 - heavy, not always needed
 
-        if not self.exists:  # transformers would make up an empty one
+        if not self.exists:  # transformers would create an empty one
             raise TokenizerError(
                 f"{self.folder} has no tokenizer: add tokenizer.json and {_CONFIG}, "
                 "or give prompts as token ids"
@@ -50,11 +49,11 @@ class Tokenizer:
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 self.folder,
-                config=Qwen3Config(),  # its class counts; the folder's may be out of all reason
+                config=Qwen3Config(),  # only its class is used; the folder's config may be broken
                 local_files_only=True,
             )
         except Exception as error:
-            for file in files:  # which of them is it?
+            for file in files:  # find the one that is broken
                 if file.suffix == ".json":
                     read_json(file, TokenizerError)
             raise TokenizerError(
@@ -65,9 +64,9 @@ class Tokenizer:
         return tokenizer
 
     def _check_files(self) -> list[Path]:
-        """Return the files that there are, if they can be read and none is missing."""
+        """Return the tokenizer's files, if they can be read and none is missing."""
         folder = Path(self.folder)
-        for choice in (_VOCABULARIES, (_CONFIG,)):  # without it, transformers guesses the kind
+        for choice in (_VOCABULARIES, (_CONFIG,)):  # without a config, transformers guesses
             if not any(is_there(folder / name) for name in choice):
                 raise TokenizerError(
                     f"{folder} has an incomplete tokenizer: {' or '.join(choice)} is missing; add "
@@ -82,7 +81,7 @@ class Tokenizer:
 
     @cached_property
     def exists(self) -> bool:
-        """Is there a tokenizer in the folder, be it whole or not?"""
+        """Does the folder have a tokenizer, complete or not?"""
         return any(is_there(Path(self.folder) / name) for name in (*_VOCABULARIES, _CONFIG))
 
     def load(self, vocab_size: int) -> None:
@@ -92,8 +91,8 @@ class Tokenizer:
             vocab_size: the model's.
 
         Raises:
-            TokenizerError: they are broken, or have ids that the model has no embeddings for. Such
-                an added token is allowed, since the model never draws it, but not as the end.
+            TokenizerError: they are broken, or have an id that the model has no embedding for.
+                (Added tokens may have one, except the end-of-sequence token.)
         """
         if not self.exists:
             return
@@ -118,7 +117,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
 
-        A text that begins with those already was written by a chat template: none are added.
+        None are added to a text that begins with them: a chat template has written it.
         """
         plain = self._encode(text, special=False) if self._front else []
         is_written = plain[: len(self._front)] == self._front != []
@@ -132,16 +131,16 @@ class Tokenizer:
         return full[: next(places, 0)]
 
     def apply_chat_template(self, message: str, /, **kwargs: object) -> list[int]:
-        """Token ids of the prompt in which a user says `message` and the assistant will answer.
+        """Token ids of the prompt for a chat with one user message.
 
-        A tokenizer without a chat template is for a base model: the message is the prompt.
+        Without a chat template (a base model), the message is the prompt.
 
         Args:
-            message: what the user says.
+            message: the user's message.
             **kwargs: for the template: `enable_thinking=False`, say.
 
         Raises:
-            TokenizerError: the template is broken, or there is none to give `kwargs` to.
+            TokenizerError: the template is broken, or there is none and `kwargs` are given.
         """
         if not self.of_transformers.chat_template:
             if kwargs:
@@ -167,10 +166,7 @@ class Tokenizer:
         return list(encode(prompt_text(text), add_special_tokens=special, verbose=False))
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of `token_ids`, special tokens (the end of a turn) left out.
-
-        A folder without any tokenizer file has no text: "".
-        """
+        """Text of `token_ids`, without special tokens; "" if the folder has no tokenizer."""
         if not self.exists:
             return ""
         return str(self.of_transformers.decode(token_ids, skip_special_tokens=True))
@@ -180,17 +176,15 @@ class Tokenizer:
         return ByteLevelVocabulary(self.of_transformers.backend_tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text; b"" for a special token.
-
-        A folder without any tokenizer file has no text: b"".
+        """The bytes of a token; b"" for a special token, or if the folder has no tokenizer.
 
         Raises:
-            TokenizerError: the tokenizer is no byte-level one.
+            TokenizerError: the tokenizer is not a byte-level one.
         """
         return self._vocabulary[token_id] if self.exists else b""
 
     def check_detokenizable(self, need: str) -> None:
-        """Raise TokenizerError if no text can be made token by token."""
+        """Raise TokenizerError if the tokenizer cannot decode token by token."""
         if not self.exists:
             raise TokenizerError(
                 f"{need} a tokenizer, and {self.folder} has none: add "
@@ -199,7 +193,7 @@ class Tokenizer:
         self.token_bytes(0)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-sequence token, if it names one."""
+        """The tokenizer's end-of-sequence token, if it has one."""
         if not self.exists:
             return ()
         eos = self.of_transformers.eos_token_id

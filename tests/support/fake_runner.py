@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
     from nanovllm.engine.model_inputs import DecodeInputs, PrefillInputs
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.gpu.foresight import Foresight
+    from nanovllm.gpu.run_ahead import NextStep
     from nanovllm.utils.tokenizer import Tokenizer
 
 VOCAB_SIZE = 7
@@ -93,7 +93,7 @@ class FakeStep(Launched):
     runner: FakeRunner
     batch: Batch
     states: list[int]
-    foresight: Foresight | None = None
+    predicted: NextStep | None = None
 
     @property
     def can_be_followed(self) -> bool:
@@ -110,15 +110,15 @@ class FakeStep(Launched):
         """There is no GPU."""
         return None
 
-    def launch_next(self, foresight: Foresight) -> FakeStep:
+    def launch_next(self, next_step: NextStep) -> FakeStep:
         """See Launched."""
-        return self.runner.launch_next(self, foresight)
+        return self.runner.launch_next(self, next_step)
 
     def is_step_of(self, batch: Batch) -> bool:
         """See Launched."""
-        rows = None if self.foresight is None else self.foresight.rows_of(batch)
+        rows = None if self.predicted is None else self.predicted.rows_of(batch)
         if rows is None:
-            self.runner.num_in_vain += 1
+            self.runner.num_discarded += 1
             return False
         runner, batch_size = self.runner, len(batch.seqs)
         runner.num_ahead += 1
@@ -141,7 +141,7 @@ class FakeRunner:
 
     Attributes:
         num_ahead: steps that were launched ahead and came true.
-        num_in_vain: steps that were launched ahead and turned out to be others.
+        num_discarded: steps that were launched ahead and turned out to be others.
         at: called as `at(moment, batch)` when the batch was scheduled, ran, and was sampled.
     """
 
@@ -153,7 +153,7 @@ class FakeRunner:
         self.num_kvcache_blocks = config.num_kvcache_blocks
         self.observer = observer
         self.cache: dict[int, int] = {}  # slot -> digest
-        self.num_ahead = self.num_in_vain = 0
+        self.num_ahead = self.num_discarded = 0
         self.at: Callable[[Moment, Batch], None] = _pass_by
 
     def launch(self, batch: Batch, _engine_step: int) -> FakeStep:
@@ -176,19 +176,19 @@ class FakeRunner:
         self.at("ran", batch)
         return FakeStep(self, batch, states)
 
-    def launch_next(self, step: FakeStep, foresight: Foresight) -> FakeStep:
+    def launch_next(self, step: FakeStep, next_step: NextStep) -> FakeStep:
         """What a GPU does with a step that is launched ahead: it computes it at once."""
-        new_blocks = dict(foresight.new_blocks)
+        new_blocks = dict(next_step.new_blocks)
         states = []
         for index, seq, position in zip(
-            foresight.going_on, foresight.seqs, foresight.positions, strict=True
+            next_step.continuing, next_step.seqs, next_step.positions, strict=True
         ):
             table = [*seq.block_table, *([new_blocks[index]] if index in new_blocks else [])]
             digest = digests(seq.token_ids)[-1]  # of what is computed: the new token is not there
             states.append(hash((digest, next_token(digest))))
             slot = table[position // self.block_size] * self.block_size
             self.cache[slot + position % self.block_size] = states[-1]
-        return FakeStep(self, step.batch, states, foresight)
+        return FakeStep(self, step.batch, states, next_step)
 
     def check_decode(self, batch: Batch, inputs: DecodeInputs) -> None:
         """After a decode: does every sequence find its own digests through its table?"""

@@ -145,15 +145,15 @@ def _take_the_newest_page_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "deallocate", deallocate)
 
 
-def _publish_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
-    original = BlockManager.publish
+def _hash_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.hash_full_blocks
 
-    def publish(self: BlockManager, seq: Sequence, num_computed_before: int) -> None:
+    def hash_full_blocks(self: BlockManager, seq: Sequence, num_computed_before: int) -> None:
         num_computed, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_tokens
         original(self, seq, num_computed_before)
         seq.num_computed_tokens = num_computed
 
-    patch.setattr(BlockManager, "publish", publish)
+    patch.setattr(BlockManager, "hash_full_blocks", hash_full_blocks)
 
 
 def _take_a_page_one_token_early(patch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(
         "04-the-second-of-two-equal-prompts-is-nonsense",
         Workload(replace(_SETTINGS, max_num_batched_tokens=8), _LONG),
-        _publish_before_it_is_computed,
+        _hash_before_it_is_computed,
         "hash_chain",
     ),
     Fault(

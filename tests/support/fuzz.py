@@ -199,7 +199,7 @@ def examine(case: Case) -> Counter[str]:
     tally["steps"] = ordeal.run.num_steps
     runner = runner_of(ordeal.run.engine)
     tally["steps computed ahead"] = runner.num_ahead
-    tally["steps computed ahead in vain"] = runner.num_in_vain
+    tally["steps computed ahead in vain"] = runner.num_discarded
     for record in ordeal.records:
         match record:
             case ev.Preempt():

@@ -80,12 +80,12 @@ class _Graphs(DecodeGraphs):
 
     runner: GraphRunner
 
-    def tell_ahead(self, batch: Batch, size: int) -> None:
+    def report_ahead(self, batch: Batch, size: int) -> None:
         """See DecodeGraphs."""
         runner = self.runner
         runner.num_ahead += 1
         runner.at("scheduled", batch)
-        super().tell_ahead(batch, size)
+        super().report_ahead(batch, size)
         runner.check_decode(batch, prepare_decode(batch, self.block_size))
         runner.at("ran", batch)
 

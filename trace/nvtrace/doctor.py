@@ -1,10 +1,7 @@
-"""What this machine can run, and what tracing costs on it, measured here and now.
+"""What this machine can run, and what tracing costs on it.
 
-Knows whom to ask: the system, torch, and the engine's own rules for what an "auto" means. Does not
-know how it is shown.
-
-The cost of tracing is measured on the steps of the model that ships: the same decode, a few steps
-with an observer and a few without, again and again in one run, so that a slow minute strikes both.
+The cost of tracing is measured with decode steps of the model that ships: a few steps with an
+observer and a few without, by turns in one run, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -33,19 +30,19 @@ NUM_SEQS = 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is, and what the engine makes of it for Qwen3 with heads of 128.
+    """The machine, and what "auto" means on it for a Qwen3 with heads of 128.
 
     Attributes:
-        python, platform: as they call themselves.
-        num_cpus: that this process may see.
+        python, platform: version, and name of the platform.
+        num_cpus: that this process sees.
         memory_bytes, free_bytes: of the machine, or of its container.
-        packages: name -> version; None where it is not installed.
+        packages: name -> version; None if it is not installed.
         gpu: the name of the GPU that torch sees; None without one.
         gpu_memory_bytes: all of its memory.
-        device, dtype: what "auto" means here.
-        attention_backend, attention_reason: likewise, and why.
-        fused_kernels: can the model run through the project's own kernels?
-        packs_weights: has torch the library that packs a CPU's weights?
+        device, dtype: the values of "auto".
+        attention_backend, attention_reason: the value of "auto", and the reason.
+        fused_kernels: can the model run with the project's own kernels?
+        packs_weights: does torch have the library that packs the weights for a CPU?
     """
 
     python: str
@@ -66,12 +63,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class TracingCost:
-    """What a trace costs, on the model that ships.
+    """What tracing costs, with the model that ships.
 
     Attributes:
         step_ns: a decode step of `num_seqs` sequences, untraced (median).
         traced_step_ns: the same, traced.
-        share: median of (traced / untraced) - 1, pair by pair.
+        share: median of (traced / untraced) - 1 over the pairs.
         num_seqs: sequences in the step.
     """
 
@@ -82,8 +79,8 @@ class TracingCost:
 
 
 def examine_machine() -> Machine:
-    """Ask the machine. Loads torch."""
-    import torch  # noqa: PLC0415 - `nvtrace --help` needs none
+    """Examine the machine. Loads torch."""
+    import torch  # noqa: PLC0415 - `nvtrace --help` does not need it
 
     from nanovllm.gpu.attention_choice import attention_facts, can_fuse, choose_attention  # noqa: PLC0415 - the same
     from nanovllm.layers.packed_weight import PackedWeight  # noqa: PLC0415 - the same
@@ -134,7 +131,7 @@ def measure_tracing() -> TracingCost:
 
 
 def _make_engine(observer: object) -> LLM:
-    """The model that ships, with requests under way that do not end."""
+    """The model that ships, with running requests that do not end during the measurement."""
     from nanovllm import LLM, SamplingParams  # noqa: PLC0415 - loads torch
     from nanovllm.assets import TINY_QWEN3  # noqa: PLC0415 - the same
 
@@ -148,7 +145,7 @@ def _make_engine(observer: object) -> LLM:
 
 
 def _time_steps(llm: LLM) -> float:
-    """Nanoseconds of a step, the median of a few."""
+    """The time of a step in nanoseconds, the median of a few."""
     return statistics.median(_step_times(llm))
 
 

@@ -1,6 +1,4 @@
-"""A trace's lines: header first, events, footer last; and how they become bytes and come back.
-
-Knows the version rule. Does not know files (`reader.py`, `pipeline.py`) or what events mean.
+"""The lines of a trace: header first, then events, footer last; encoding, decoding, versions.
 
     {"event":"TRACE_HEADER","schema":"nvtrace","version":[1,0], ...}
     {"event":"ENGINE_INIT","event_id":1,"ts_ns":0, ...}
@@ -32,7 +30,7 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What readers count with of a header's `model`. Here and below, None is unknown."""
+    """The values of a header's `model` that readers use. Here and below, None means unknown."""
 
     architecture: str | None = None
     vocab_size: Count | None = None
@@ -48,9 +46,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_weights(self) -> tuple[int, int] | None:
-        """How many tensors a Qwen3 of this shape has, and how many numbers they hold together.
+        """The number of tensors and of parameters of such a Qwen3; a tied head counts once.
 
-        A tied head is counted once. None if the shape is not known.
+        None if a size is not known.
         """
         match self:
             case ModelFacts(
@@ -74,7 +72,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `config`."""
+    """The same for its `config`."""
 
     model: str | None = None
     max_num_batched_tokens: Count | None = None
@@ -90,21 +88,21 @@ class ConfigFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `clock`."""
+    """The same for its `clock`."""
 
     anchor_unix_ns: _Number | None = None
     num_untimed_steps: _Number | None = None
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `engine`."""
+    """The same for its `engine`."""
 
     name: str | None = None
     version: str | None = None
 
 
 class EnvironmentFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The same of its `environment`."""
+    """The same for its `environment`."""
 
     python: str | None = None
     torch: str | None = None
@@ -115,7 +113,7 @@ class EnvironmentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeaderFacts(msgspec.Struct, frozen=True):
-    """What readers count with and show of a header's open dicts, each of its type."""
+    """The values of a header's dicts that readers use, with their types."""
 
     model: ModelFacts
     config: ConfigFacts
@@ -130,18 +128,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     Attributes:
         schema: always "nvtrace".
         version: (major, minor) of the format.
-        run_id: tells traces of different runs apart.
-        rank: the process that wrote this file, among `world_size`.
+        run_id: identifies the run; all ranks of a run have the same.
+        rank: of the process that wrote this file, among `world_size`.
         created: wall-clock time of ts_ns = 0, ISO 8601 with zone.
-        clock: the clock behind ts_ns, its unit, and ts_ns = 0 in Unix nanoseconds.
+        clock: the clock of ts_ns, its unit, and ts_ns = 0 in Unix nanoseconds.
         engine: name and version of the engine.
         environment: Python, torch, platform.
-        model: the checkpoint's shape.
+        model: the model's config.
         config: the engine's settings, all "auto"s resolved.
-        content: what of prompts and answers is in the trace: "text" means tokens and text.
+        content: which content of prompts and answers is recorded: "text" means tokens and text.
         mode: "real" for an engine that ran.
-        is_filtered: processors stood before the file, and may have dropped events: gaps in
-            `event_id` are meant.
+        is_filtered: processors were used, and may have dropped events, so there may be gaps in
+            `event_id`.
     """
 
     schema: str = SCHEMA
@@ -161,18 +159,18 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 
     @property
     def facts(self) -> HeaderFacts:
-        """What of its dicts is counted with.
+        """The values of its dicts that readers use.
 
         Raises:
-            msgspec.ValidationError: a value is of another type, or is none that a run can have.
+            msgspec.ValidationError: a value has a wrong type, or is impossible.
         """
         return msgspec.convert(self, HeaderFacts, from_attributes=True)
 
 
 class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="TRACE_FOOTER"):
-    """The trace was closed in good order, after `num_events` events.
+    """The trace was closed properly, after `num_events` events.
 
-    `num_dropped` of them are not in it, since a processor dropped them. `error_type` is the
+    `num_dropped` of them are not in it, because a processor dropped them. `error_type` is the
     exception that ended the recording, if one did.
     """
 
@@ -184,7 +182,7 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
 
 
 class Unknown(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a name this version does not know, kept as it came."""
+    """An event that this version does not know, with its fields."""
 
     event: str
     fields: dict[str, Any]
@@ -196,7 +194,7 @@ _TAGS = {*EVENT_TYPES, "TRACE_HEADER", "TRACE_FOOTER"}
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header | Footer | AnyEvent)
 _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Footer | AnyEvent)
-_packer = msgspec.msgpack.Encoder()  # has whole numbers of 64 bits, as other readers do
+_packer = msgspec.msgpack.Encoder()  # its whole numbers have 64 bits, as those of other readers
 _mapping_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -205,12 +203,12 @@ class NewerTraceError(ValueError):
 
 
 def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
-    """Append one line, newline included, to `buffer`; nothing of it if that fails."""
+    """Append one line, with its newline, to `buffer`; if that fails, append nothing."""
     start = len(buffer)
     try:
         try:
             _encoder.encode_into(record, buffer, -1)
-        except UnicodeEncodeError:  # a lone surrogate: a file name that is no UTF-8, say
+        except UnicodeEncodeError:  # a lone surrogate: a file name that is not UTF-8, say
             facts = msgspec.to_builtins(record)
             text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
             buffer[start:] = text.encode("utf-8", "replace")
@@ -221,7 +219,7 @@ def encode_into(record: Header | Footer | Event, buffer: bytearray) -> None:
 
 
 def can_encode(value: object) -> bool:
-    """Can `value` be a part of a line?"""
+    """Can `value` be encoded in a line?"""
     try:
         _encoder.encode(value)
     except UnicodeEncodeError:  # as above
@@ -242,7 +240,7 @@ def decode(line: bytes | str) -> Record:
     try:
         record: Record = _decoder.decode(line)
         if isinstance(record, Header):
-            _ = record.facts  # before anybody counts with them
+            _ = record.facts  # check them here, before anything uses them
             _check_number_sizes(record)
     except msgspec.ValidationError:
         unknown = _decode_unknown(line)
@@ -253,19 +251,19 @@ def decode(line: bytes | str) -> Record:
 
 
 def decode_events(lines: Iterable[bytes]) -> list[Footer | AnyEvent]:
-    """Many lines -> as many events, quickly. Anything else is an error here, a footer is not.
+    """Decode many lines, fast. They must be known events or a footer.
 
     Raises:
-        msgspec.MsgspecError: a line is a header, an event of a newer version, blank, or no record.
+        msgspec.MsgspecError: a line is a header, an unknown event, blank, or not a record.
     """
     return [*map(_event_decoder.decode, lines)]
 
 
 def decode_strictly(line: bytes | str) -> Record:
-    """As `decode`, and no whole number has more than 64 bits, as other readers want it.
+    """As `decode`, and check that no whole number has more than 64 bits, as other readers need it.
 
-    This takes half as long again as decoding. Elsewhere such a number in an event is an
-    OverflowError to whoever counts with it.
+    The check adds half of the decoding time. Without it, such a number in an event leads to an
+    OverflowError where it is used.
     """
     record = decode(line)
     _check_number_sizes(record)
@@ -290,7 +288,7 @@ def _decode_unknown(line: bytes | str) -> Unknown | None:
 
 
 def check_version(header: dict[str, Any]) -> None:
-    """Refuse a newer major version, before anything else of the header is judged."""
+    """Raise NewerTraceError for a newer major version, before the header is checked otherwise."""
     match header.get("version"):
         case [int(major), int(minor)] if major > VERSION[0]:
             raise NewerTraceError(

@@ -1,4 +1,4 @@
-"""What is installed here, by name. Loads none of it."""
+"""Which packages are installed. It does not import them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package; "unknown" if only its files are here, None if nothing is.
+    """The version of a package; "unknown" if only its files exist, None if it is not installed.
 
     Args:
         package: its name as pip knows it.

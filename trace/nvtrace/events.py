@@ -1,11 +1,11 @@
-"""The events: what an engine can say, as typed records.
+"""The events of a trace, as typed records.
 
-These structs *are* the trace format: the reader decodes into them, the JSON Schema and the docs'
-page of events are generated from them. They hold facts and reason codes, no prose; the words for
-both live in `catalog/`. Knows nothing of the engine, of files or of terminals.
+These structs *are* the trace format: the reader decodes into them, and the JSON Schema and the
+events page of the docs are generated from them. They hold facts and reason codes, no prose; the
+words for both are in `catalog/`.
 
-A code (a reason, a phase, a status) that is not known here is read and shown as it is: whoever adds
-a policy has reasons of its own. Only what a known code would decide is left out then.
+A code (a reason, a phase, a status) that is not listed here is read and shown as it is, because a
+new policy may have its own reasons. Rules that depend on a known code are not applied then.
 
 Rules for changing them: a new field has a default, a field never changes its meaning, and a change
 that an old reader would misread raises the major version in `envelope.py`.
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def codes(*known: str) -> msgspec.Meta:
-    """The codes of a field that are known here. Another engine, or policy, may say others."""
+    """The known codes of a field. Another engine or policy may use others."""
     return msgspec.Meta(examples=[*known])
 
 
 def codes_of(annotation: Any) -> tuple[str, ...]:  # noqa: ANN401 - any annotation
-    """The known codes of a field of this annotation; none for a field that holds no codes."""
+    """The known codes of a field with this annotation; empty if it holds no codes."""
     marks = getattr(annotation, "__metadata__", ())
     return tuple(code for mark in marks for code in mark.examples or ())
 
@@ -49,19 +49,19 @@ Phase = Annotated[
     codes("bootstrap", "init", "ingress", "prefill", "decode", "mixed", "postprocess", "egress"),
 ]  # the article's words
 Status = Annotated[str, codes("WAITING", "RUNNING", "FINISHED")]
-Count = Annotated[int, Meta(ge=1, lt=2**31)]  # of what there is at least one
-MOST_BLOCKS = 2**24  # a pool of more would take gigabytes to rebuild
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+MOST_BLOCKS = 2**24  # replaying a larger pool would take gigabytes
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event"):
-    """The envelope every event shares. No event refers to another: none needs the collector."""
+    """The fields of every event. Events do not refer to each other, so they need no collector."""
 
     event_id: int
     ts_ns: int
     step: int | None
     phase: Phase
 
-    # What the article's one-line form shows as stats={...}, in its order.
+    # The fields in stats={...} of the article's one-line form, in its order.
     log_fields: ClassVar[tuple[str, ...]] = ()
 
 
@@ -105,7 +105,7 @@ class EngineInit(Event, frozen=True, kw_only=True, tag="ENGINE_INIT"):
 
 
 class TpRuntimeInit(Event, frozen=True, kw_only=True, tag="TP_RUNTIME_INIT"):
-    """A process took its place among the ranks."""
+    """A process joined the ranks."""
 
     rank: int
     world_size: int
@@ -127,7 +127,7 @@ class ModelWeightsLoaded(Event, frozen=True, kw_only=True, tag="MODEL_WEIGHTS_LO
 
 
 class WarmupModel(Event, frozen=True, kw_only=True, tag="WARMUP_MODEL"):
-    """A made-up prefill ran, to show its memory peak."""
+    """A prefill of dummy tokens ran, to measure its peak memory."""
 
     num_seqs: int
     seq_len: int
@@ -139,7 +139,7 @@ class WarmupModel(Event, frozen=True, kw_only=True, tag="WARMUP_MODEL"):
 
 
 class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE"):
-    """The number of KV pages was worked out."""
+    """The number of KV blocks was computed."""
 
     rule: Annotated[str, codes("cpu_bounded", "gpu_measured", "given")]
     total_bytes: int
@@ -179,7 +179,7 @@ class KvBudgetEstimate(Event, frozen=True, kw_only=True, tag="KV_BUDGET_ESTIMATE
 
 
 class CudagraphCapture(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_CAPTURE"):
-    """Decode steps of these numbers of rows were recorded as CUDA graphs."""
+    """Decode steps of these batch sizes were captured as CUDA graphs."""
 
     batch_sizes: list[int]
     pool_bytes: int
@@ -198,7 +198,7 @@ class CudagraphSkip(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_SKIP"):
 
 
 class EngineReady(Event, frozen=True, kw_only=True, tag="ENGINE_READY"):
-    """The engine takes requests."""
+    """The engine can take requests."""
 
     num_kvcache_blocks: Annotated[int, Meta(ge=0, le=MOST_BLOCKS)]
     eos_token_ids: list[int]
@@ -242,7 +242,7 @@ class RequestEnqueue(Event, frozen=True, kw_only=True, tag="REQUEST_ENQUEUE"):
 
 
 class RequestRefused(Event, frozen=True, kw_only=True, tag="REQUEST_REFUSED"):
-    """A request that could never finish was turned away."""
+    """A request that could never finish was refused."""
 
     reason: Annotated[str, codes("prompt_too_long", "never_fits")]
     prompt_len: int
@@ -253,7 +253,7 @@ class RequestRefused(Event, frozen=True, kw_only=True, tag="REQUEST_REFUSED"):
 
 
 class RequestAbort(Event, frozen=True, kw_only=True, tag="REQUEST_ABORT"):
-    """A request was taken out of its queue before its end."""
+    """A request was taken out of its queue before it had finished."""
 
     seq_id: int
     num_completion_tokens: int
@@ -300,7 +300,7 @@ class ScheduleDecode(Event, frozen=True, kw_only=True, tag="SCHEDULE_DECODE"):
 
 
 class ScheduleMixed(Event, frozen=True, kw_only=True, tag="SCHEDULE_MIXED"):
-    """This step computes one token for running sequences, and prompts beside them."""
+    """This step computes one token for running sequences, and prompts as well."""
 
     reason: Annotated[str, codes("budget_left_for_prefill")] = "budget_left_for_prefill"
     engine_step: int
@@ -321,7 +321,7 @@ class ScheduleMixed(Event, frozen=True, kw_only=True, tag="SCHEDULE_MIXED"):
 
 
 class AdmissionStop(Event, frozen=True, kw_only=True, tag="ADMISSION_STOP"):
-    """The waiting queue's head had to wait, and everybody behind it."""
+    """The head of the waiting queue had to wait, and so did all requests behind it."""
 
     reason: Annotated[
         str, codes("token_budget", "no_blocks", "max_num_seqs", "chunk_not_first", "static_batch")
@@ -335,7 +335,7 @@ class AdmissionStop(Event, frozen=True, kw_only=True, tag="ADMISSION_STOP"):
 
 
 class Preempt(Event, frozen=True, kw_only=True, tag="PREEMPT"):
-    """A running sequence gave up its pages so that another could go on."""
+    """A running sequence lost its blocks so that another could go on."""
 
     seq_id: int
     for_seq_id: int
@@ -371,12 +371,12 @@ class StateTransition(Event, frozen=True, kw_only=True, tag="STATE_TRANSITION"):
     log_fields = ("seq_id", "token_id", "num_completion_tokens", "max_tokens")
 
 
-# -- pages -----------------------------------------------------------------------------------------
-# One event holds all operations of its kind that follow one another.
+# -- blocks ----------------------------------------------------------------------------------------
+# One event holds all consecutive operations of its kind.
 
 
 class BlocksOfSeqs(Event, frozen=True, kw_only=True):
-    """What sequences did to blocks: `seq_ids[i]` did it to `block_ids[i]`."""
+    """An operation of sequences on blocks: `seq_ids[i]` on `block_ids[i]`."""
 
     seq_ids: list[int]
     block_ids: list[list[int]]
@@ -385,29 +385,29 @@ class BlocksOfSeqs(Event, frozen=True, kw_only=True):
 
 
 class BlocksShare(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_SHARE"):
-    """Published pages that others use are used by one more."""
+    """Hashed blocks that other sequences use are shared by one more."""
 
 
 class BlocksRevive(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_REVIVE"):
-    """Published pages that were free are used again, with their contents."""
+    """Hashed blocks that were free are used again, with their contents."""
 
 
 class BlocksAllocate(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_ALLOCATE"):
-    """New pages were given out at admission."""
+    """New blocks were allocated at admission."""
 
 
 class BlocksAppend(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_APPEND"):
-    """A new page for sequences whose last token crossed a page boundary."""
+    """A new block for sequences whose last token crossed a block boundary."""
 
 
 class BlocksHash(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_HASH"):
-    """Full, computed pages were published under the hash of all tokens up to their end."""
+    """Full, computed blocks were hashed. A hash covers all tokens up to the block's end."""
 
     hashes: list[list[str]]
 
 
 class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
-    """Free published pages lost their contents."""
+    """Free hashed blocks lost their hash, and with it their contents."""
 
     reason: Annotated[str, codes("page_needed", "cache_reset")] = "page_needed"
     block_ids: list[int]
@@ -417,7 +417,7 @@ class BlocksEvict(Event, frozen=True, kw_only=True, tag="BLOCKS_EVICT"):
 
 
 class BlocksRelease(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_RELEASE"):
-    """Sequences gave up all their pages, in this order; `freed` are those nobody else holds."""
+    """Sequences gave up all their blocks, in this order; no other holds those in `freed`."""
 
     freed: list[list[int]]
 
@@ -428,7 +428,7 @@ class BlocksRelease(BlocksOfSeqs, frozen=True, kw_only=True, tag="BLOCKS_RELEASE
 
 
 class PreparePrefillTensors(Event, frozen=True, kw_only=True, tag="PREPARE_PREFILL_TENSORS"):
-    """The batch was laid out flat. Ranges are [first, last], both included."""
+    """The inputs of a prefill or mixed step are prepared. Ranges are [first, last], inclusive."""
 
     flat_tokens: int
     n_seqs: int
@@ -444,7 +444,7 @@ class PreparePrefillTensors(Event, frozen=True, kw_only=True, tag="PREPARE_PREFI
 
 
 class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE_TENSORS"):
-    """The batch was laid out, one token a sequence."""
+    """The inputs of a decode step are prepared: one token per sequence."""
 
     batch_size: int
     context_lens: list[int]
@@ -465,7 +465,7 @@ class PrepareDecodeTensors(Event, frozen=True, kw_only=True, tag="PREPARE_DECODE
 
 
 class RunEager(Event, frozen=True, kw_only=True, tag="RUN_EAGER"):
-    """The model ran kernel by kernel."""
+    """The model ran eagerly, kernel by kernel."""
 
     reason: Annotated[
         str,
@@ -496,7 +496,7 @@ class CudagraphReplay(Event, frozen=True, kw_only=True, tag="CUDAGRAPH_REPLAY"):
 
 
 class SampleTokens(Event, frozen=True, kw_only=True, tag="SAMPLE_TOKENS"):
-    """The next tokens were drawn."""
+    """The next tokens were sampled."""
 
     seq_ids: list[int]
     temperatures: list[float]
@@ -506,10 +506,10 @@ class SampleTokens(Event, frozen=True, kw_only=True, tag="SAMPLE_TOKENS"):
 
 
 class StepEnd(Event, frozen=True, kw_only=True, tag="STEP_END"):
-    """A step is over.
+    """A step has ended.
 
-    The host's times add up to `wall_ns`. On a CPU `forward_ns` is the model's own time; where a
-    device works in the background it is launch time, and `gpu_ns` is the device's.
+    The host's times add up to `wall_ns`. On a CPU `forward_ns` is the time of the model; on a GPU
+    it is the time to launch it, and `gpu_ns` is the GPU's time.
     """
 
     batch_phase: Annotated[str, codes("prefill", "decode", "mixed")]
@@ -535,7 +535,7 @@ class StepEnd(Event, frozen=True, kw_only=True, tag="STEP_END"):
 
 
 class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
-    """An ended request's text."""
+    """The text of a finished request."""
 
     seq_id: int
     reason: Annotated[
@@ -549,7 +549,7 @@ class RequestOutput(Event, frozen=True, kw_only=True, tag="REQUEST_OUTPUT"):
 
 
 class GenerateFinish(Event, frozen=True, kw_only=True, tag="GENERATE_FINISH"):
-    """`generate` returns, or `stream` has come to its end."""
+    """`generate` or `stream` has ended."""
 
     reason: Annotated[str, codes("queues_empty")] = "queues_empty"
     total_steps: int
@@ -571,9 +571,9 @@ class EngineError(Event, frozen=True, kw_only=True, tag="ENGINE_ERROR"):
 
 
 class EngineReset(Event, frozen=True, kw_only=True, tag="ENGINE_RESET"):
-    """After an error: all requests ended, every queue, page and published hash forgotten.
+    """After an error: all requests were ended, queues emptied, blocks freed, hashes removed.
 
-    `num_tokens` is each one's length: a token may have been drawn and not appended.
+    `num_tokens` is the length of each: a token may have been sampled but not appended.
     """
 
     seq_ids: list[int]
@@ -646,7 +646,7 @@ def tag_of(event: Event | type[Event]) -> str:
 
 
 def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Name -> type of each field: codes with those that are known, numbers without their bounds."""
+    """Name -> type of each field: with its known codes, but without the bounds of numbers."""
     plain = get_type_hints(struct)
     fields = msgspec.structs.fields(struct)
     return {
@@ -666,7 +666,7 @@ _CODES = {
 
 
 def unknown_codes(event: Event) -> dict[str, str]:
-    """The event's fields that hold a code which is not known here, and that code."""
+    """The event's fields whose code is not known here -> that code."""
     return {
         name: code
         for name, known in _CODES[type(event)]

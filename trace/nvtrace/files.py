@@ -1,16 +1,15 @@
-"""Files that this process makes, and nobody else's.
+"""Creating and renaming files without touching files of other processes.
 
-A name can change hands between a look at it and a deed. So nothing here looks at a name, then acts:
+Another process can create or rename a file between a check and the action that follows it. So
+nothing here checks a name and then acts on it:
 
-    make       a file is made under a name that nobody has (O_EXCL)
-    taken      what has a name is renamed into a folder of our own, and looked at there
-    give       a file gets a name by a link, which replaces nothing
-    written    a file is written under a name that nobody has, then renamed to its own
+    create_file    creates a file under a free name (O_EXCL)
+    moved_aside    renames what has a name into a new folder of our own, to check it there
+    give_name      gives a file a name with a hard link, which never replaces a file
+    atomic_write   writes a file under a temporary name, then renames it
 
-Links are followed: the file that a link leads to is kept or replaced, and the link stays. A pipe, a
-device and what a name like /dev/fd/3 stands for are written straight.
-
-Knows names and descriptors. Does not know what is in a file.
+Links are followed: their target is kept or replaced, and the link stays. A pipe, a device, and a
+name like /dev/fd/3 are written to directly.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ Existing = Literal["keep", "replace", "error"]
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _SECONDS_BETWEEN_LOOKS = 0.002
-_LOOKS = 500  # for a file of ours that somebody else is renaming
-_MOST_LINKS = 40  # that lead on from one name: Linux follows as many
+_LOOKS = 500  # while another process is renaming a file of ours
+_MOST_LINKS = 40  # followed from one name; the same limit as on Linux
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd|/dev/fd")  # folders of open files
 
 
 class OwnFile(io.FileIO):
-    """An unbuffered file, open for writing. A fork of its process writes nothing into it."""
+    """An unbuffered file, open for writing. A fork of the process does not write to it."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb")
@@ -63,14 +62,14 @@ class OwnFile(io.FileIO):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A file that is being written, told by its descriptor, whatever others do with its name.
+class NewFile:
+    """A file that is being written. Its descriptor identifies it, even if it is renamed.
 
     Attributes:
         file: open for writing.
-        path: where it was made; None for what is written straight, which was there before.
-        kept: where an older file is now that had this path.
-        older: which file that is.
+        path: where it was created; None for a pipe or a device, which existed before.
+        kept: the new name of an older file that had this path.
+        older: the stat result of that file, which identifies it.
     """
 
     file: OwnFile
@@ -79,20 +78,20 @@ class Made:
     older: stat_result | None = None
 
     def names(self) -> list[Path]:
-        """The names that the file has now, in its folder; somebody else may have renamed it.
+        """The file's current names in its folder; another process may have renamed it.
 
-        If it has none there, the one that it was moved to, where the system tells that.
+        If it has none there, the name that it was moved to, if the system knows it (Linux).
         """
         for _ in range(_LOOKS):
             names = self._names_now()
             if self.path is None or names or not os.fstat(self.file.fileno()).st_nlink:
                 break
-            time.sleep(_SECONDS_BETWEEN_LOOKS)  # it has no name here while somebody renames it
+            time.sleep(_SECONDS_BETWEEN_LOOKS)  # it has no name here while it is being renamed
         return sorted(names, key=lambda name: name != self.path) or self._name_elsewhere()
 
     def _name_elsewhere(self) -> list[Path]:
         descriptor = self.file.fileno()
-        with suppress(OSError):  # only Linux tells it
+        with suppress(OSError):  # possible on Linux only
             if self.path is not None:
                 name = Path(f"/proc/self/fd/{descriptor}").readlink()
                 return _if_same(name, os.fstat(descriptor))
@@ -106,14 +105,14 @@ class Made:
                 for entry in entries:
                     if entry.inode() == own.st_ino:
                         names += _if_same(self.path.parent / entry.name, own)
-            names = names or _if_same(self.path, own)  # the folder may not be read
+            names = names or _if_same(self.path, own)  # the folder may be unreadable
         return names
 
     def undo(self) -> bool:
-        """Remove the file, and let the older one have its name back if nobody else has it now.
+        """Remove the file, and give the older one its name back, if the name is free.
 
         Returns:
-            Whether an older one has its name back.
+            Whether an older file got its name back.
         """
         if self.path is None or self.file.is_forked:
             return False
@@ -127,91 +126,91 @@ class Made:
         return move(kept, [self.path], lambda file: _is_same(file, older)) is not None
 
 
-def make(path: Path, existing: Existing) -> Made:
-    """Make a file for writing, or open the pipe or the device that is there.
+def create_file(path: Path, existing: Existing) -> NewFile:
+    """Create a file for writing, or open an existing pipe or device.
 
     Args:
         path: its folder must exist.
-        existing: what to do with a file that is there: "keep" renames it, "replace" puts the new
-            one in its place, "error" raises FileExistsError.
+        existing: if there is a file of this name, "keep" renames it, "replace" replaces it, "error"
+            raises FileExistsError.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     kept: tuple[Path | None, stat_result | None] = (None, None)
     while True:
         special = _open_special(path)
         if special is not None:
-            return Made(OwnFile(special), None)
+            return NewFile(OwnFile(special), None)
         real = _end_of_link(path)
         if existing == "replace":
             with _draft(real) as (file, draft):
                 draft.replace(real)
-            return Made(file, real)
+            return NewFile(file, real)
         try:
-            return Made(OwnFile(os.open(real, _NEW, 0o666)), real, *kept)
+            return NewFile(OwnFile(os.open(real, _NEW, 0o666)), real, *kept)
         except FileExistsError as error:
             if existing == "error":
                 raise FileExistsError(f"{path} exists: give another file") from error
-        with taken(real) as found:
+        with moved_aside(real) as found:
             if found is not None and is_plain(found):
                 older = found.lstat()
-                kept = give(found, free_names(real)), older
+                kept = give_name(found, free_names(real)), older
 
 
-def reopened(path: Path, meant: stat_result) -> Made | None:
-    """A file that another process of this run has made at `path`, opened here; None if it is gone.
+def reopen(path: Path, meant: stat_result) -> NewFile | None:
+    """Open a file that another process of this run has created; None if it was removed.
 
     Args:
-        path: where it was made; somebody may have renamed it.
-        meant: which file it is.
+        path: where it was created; it may have been renamed.
+        meant: its stat result, which identifies it.
     """
     for name in chain([path], path.parent.iterdir()):
         if _if_same(name, meant):
             with suppress(FileNotFoundError):
                 file = OwnFile(os.open(name, os.O_WRONLY))
                 if os.path.samestat(os.fstat(file.fileno()), meant):
-                    return Made(file, path)
+                    return NewFile(file, path)
                 file.close()
     return None
 
 
 def free_names(path: Path) -> Iterator[Path]:
-    """trace.1.jsonl, trace.2.jsonl ...: names to be tried, which others may have."""
+    """trace.1.jsonl, trace.2.jsonl ...: names to try, which may be in use."""
     stem, dot, endings = path.name.partition(".")
     return (path.with_name(f"{stem}.{number}{dot}{endings}") for number in count(1))
 
 
 def is_plain(path: Path) -> bool:
-    """Is this a plain file, and no link to one either?"""
+    """Is this a regular file, not a link to one?"""
     return stat.S_ISREG(path.lstat().st_mode)
 
 
 def move(path: Path, names: Iterable[Path], is_meant: Callable[[Path], bool]) -> Path | None:
-    """Give what is at `path` the first of `names` that nobody has.
+    """Rename the file at `path` to the first of `names` that is free.
 
     Args:
-        path: where it is; links are not followed.
+        path: of the file; links are not followed.
         names: in its folder.
-        is_meant: looks at it: where it is, and again where nobody else can reach it.
+        is_meant: checks that it is the right file: at `path`, and again after it was moved aside.
 
     Returns:
-        The new name. None if nothing has moved: nothing is there, it is not meant, or others have
-        all names.
+        The new name. None if nothing was renamed: there is no file, it is another one, or no name
+        is free.
     """
-    with _taken_if(path, is_meant) as file:
-        return None if file is None else give(file, names)
+    with _moved_aside_if(path, is_meant) as file:
+        return None if file is None else give_name(file, names)
 
 
 def remove(path: Path, is_meant: Callable[[Path], bool]) -> None:
-    """Remove what is at `path`, if it is meant; see `move`."""
-    with _taken_if(path, is_meant) as file:
+    """Remove the file at `path`, if `is_meant`; see `move`."""
+    with _moved_aside_if(path, is_meant) as file:
         if file is not None:
             file.unlink()
 
 
 @contextmanager
-def _taken_if(path: Path, is_meant: Callable[[Path], bool]) -> Iterator[Path | None]:
+def _moved_aside_if(path: Path, is_meant: Callable[[Path], bool]) -> Iterator[Path | None]:
     try:
         is_there = is_meant(path)
     except FileNotFoundError:
@@ -219,15 +218,15 @@ def _taken_if(path: Path, is_meant: Callable[[Path], bool]) -> Iterator[Path | N
     if not is_there:
         yield None
         return
-    with taken(path) as file:
+    with moved_aside(path) as file:
         yield file if file is not None and is_meant(file) else None
 
 
 @contextmanager
-def taken(path: Path) -> Iterator[Path | None]:
-    """What is at `path`, in a folder of our own; None if nothing is.
+def moved_aside(path: Path) -> Iterator[Path | None]:
+    """Move the file at `path` into a new folder of our own. Yields its path there, or None.
 
-    What is still there at the end gets its name back, or a free one if somebody took it meanwhile.
+    If it is still there at the end, it gets its name back, or a free one if the name is in use.
     """
     folder = Path(tempfile.mkdtemp(prefix=".nvtrace-", dir=path.parent))
     file = folder / path.name
@@ -239,19 +238,19 @@ def taken(path: Path) -> Iterator[Path | None]:
         else:
             yield file
     finally:
-        if os.path.lexists(file):  # nobody else can reach it
-            give(file, chain([path], free_names(path)))
+        if os.path.lexists(file):
+            give_name(file, chain([path], free_names(path)))
         folder.rmdir()
 
 
-def give(file: Path, names: Iterable[Path]) -> Path | None:
-    """Give a file that nobody else can reach the first of `names` that nobody has.
+def give_name(file: Path, names: Iterable[Path]) -> Path | None:
+    """Rename a file in a folder of our own to the first of `names` that is free.
 
     Returns:
-        The name, or None if others have all of them.
+        The name, or None if none is free.
 
     Raises:
-        OSError: a name cannot be given, for another reason.
+        OSError: it cannot be renamed for another reason.
     """
     for name in names:
         with suppress(FileExistsError):
@@ -265,7 +264,7 @@ def _rename_to_free(file: Path, name: Path) -> None:
         os.link(file, name, follow_symlinks=False)
     except FileExistsError:
         raise
-    except OSError:  # no links on this disk, or not to another user's file
+    except OSError:  # this disk has no hard links, or not to a file of another user
         os.close(os.open(name, _NEW))
         file.replace(name)
     else:
@@ -273,10 +272,10 @@ def _rename_to_free(file: Path, name: Path) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
-    """A file to write `path` anew: what is there stays as it is until the new one is whole.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that replaces the one at `path` when it is complete; until then that stays.
 
-    The new file has the old one's permissions. A pipe or a device is written straight.
+    The new file has the permissions of the old one. A pipe or a device is written to directly.
 
     Raises:
         OSError: it cannot be written.
@@ -294,16 +293,15 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def together() -> Iterator[Callable[[Path], Path]]:
+def atomic_writes() -> Iterator[Callable[[Path], Path]]:
     """Write several files: all of them, or none.
 
     Yields:
-        A function: the path to write to, for what will be at the path that it is given. Folders
-        that are missing are made.
+        A function: final path -> temporary path to write to. It creates missing folders.
 
     Raises:
-        OSError: a file cannot be written, or is there and is not a plain file. All files and
-            folders are then what they were.
+        OSError: a file cannot be written, or exists and is not a regular file. All files and
+            folders are then as they were before.
     """
     drafts: dict[Path, Path] = {}
     with ExitStack() as undoing:
@@ -325,7 +323,7 @@ def together() -> Iterator[Callable[[Path], Path]]:
 
 @contextmanager
 def _in_its_place(draft: Path, real: Path) -> Iterator[None]:
-    """Rename a draft to its own name. If the block fails, what was there comes back."""
+    """Rename a draft to its final name. If the `with` body fails, restore the old file."""
     new = draft.stat()
     older = _second_name(real)
     try:
@@ -338,16 +336,16 @@ def _in_its_place(draft: Path, real: Path) -> Iterator[None]:
             remove(real, lambda file: _is_same(file, new))
         raise
     finally:
-        if older is not None:  # a rename leaves both names of one file
+        if older is not None:  # renaming one name of a file onto its other name does nothing
             older.unlink(missing_ok=True)
 
 
 def _second_name(path: Path) -> Path | None:
-    """Another name for what is at `path`; None if nothing is."""
+    """Give the file at `path` a second name, and return it; None if there is no file."""
     name = name_beside(path)
     try:
         os.link(path, name)
-    except OSError:  # nothing is there, or no links on this disk, or not to another user's file
+    except OSError:  # no such file, or no hard links on this disk, or not to another user's file
         try:
             path.rename(name)
         except FileNotFoundError:
@@ -368,16 +366,16 @@ def _make_folders(folder: Path, undoing: ExitStack) -> None:
 
 def _remove_folder(folder: Path, error: type[BaseException] | None, *_details: object) -> None:
     if error is not None:
-        with suppress(OSError):  # somebody put something into it
+        with suppress(OSError):  # another process has put a file into it
             folder.rmdir()
 
 
 @contextmanager
 def _draft(path: Path) -> Iterator[tuple[OwnFile, Path]]:
-    """A new file beside `path`, under a name that nobody has; removed if the block fails.
+    """Create a file next to `path`, under a temporary name; removed if the `with` body fails.
 
     Yields:
-        The file, with the permissions of the one that it is to replace, and its name.
+        The file, with the permissions of the one that it will replace, and its name.
     """
     name = name_beside(path)
     with ExitStack() as undoing:
@@ -393,7 +391,7 @@ def _draft(path: Path) -> Iterator[tuple[OwnFile, Path]]:
 
 
 def try_beside(path: Path) -> None:
-    """Raise the OSError that `written` would raise at its start. Opens nothing that is there."""
+    """Raise the OSError that `atomic_write` would raise at its start. Opens no existing file."""
     if _descriptor_name(path) is None and (not path.exists() or path.is_file()):
         name = name_beside(_end_of_link(path))
         os.close(os.open(name, _NEW))
@@ -401,7 +399,7 @@ def try_beside(path: Path) -> None:
 
 
 def name_beside(path: Path) -> Path:
-    """A name in the folder of `path` that nobody has."""
+    """A unique name in the folder of `path`."""
     return path.with_name(f".nvtrace-{uuid.uuid4().hex}")
 
 
@@ -421,12 +419,12 @@ def _end_of_link(path: Path) -> Path:
 
 
 def _open_special(path: Path) -> int | None:
-    """Open what is written straight: a pipe, a device, an open file that /dev/fd/3 stands for.
+    """Open what is written to directly: a pipe, a device, an open file like /dev/fd/3.
 
-    Nothing is made or made shorter by it.
+    It creates and truncates nothing.
 
     Returns:
-        The descriptor. None if it is a plain file, or if nothing is there.
+        The descriptor. None if it is a regular file, or does not exist.
     """
     name = _descriptor_name(path)
     if name is not None:
@@ -436,14 +434,14 @@ def _open_special(path: Path) -> int | None:
             descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return descriptor
-            os.close(descriptor)  # a plain file took its place
+            os.close(descriptor)  # a regular file has replaced it meanwhile
     return None
 
 
 def _descriptor_name(path: Path) -> Path | None:
-    """The name in /proc/*/fd or /dev/fd that `path` is, or leads to; None for any other path.
+    """The name in /proc/*/fd or /dev/fd that `path` is or links to; None for any other path.
 
-    The file behind it may have another name, or none: what is done to that name is not meant.
+    The file behind it may have another name, or none; that name must not be renamed or replaced.
     """
     for _ in range(_MOST_LINKS):
         folder = os.path.realpath(path.parent)
@@ -456,9 +454,9 @@ def _descriptor_name(path: Path) -> Path | None:
 
 
 def _open_again(name: Path) -> int:
-    """Open what a name in /proc/*/fd or /dev/fd stands for: to write where its owner would.
+    """Open the file behind a name in /proc/*/fd or /dev/fd, at the position of its descriptor.
 
-    Another process's is written at its end.
+    A file that another process has opened is appended to.
 
     Raises:
         OSError: it is not open, or not for writing.

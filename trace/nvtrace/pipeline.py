@@ -1,4 +1,4 @@
-"""The structlog pipeline: an event goes through processors, becomes a line, lands in a sink.
+"""The structlog pipeline: an event goes through processors, is encoded, and written to a sink.
 
     TraceLogger.emit(event)
         -> processors (yours: see, change, drop)   event_dict {"event": name, "record": struct}
@@ -7,9 +7,7 @@
 
 Without processors, `Sink.take` encodes an event into that buffer directly.
 
-Knows structlog, bytes and files. Does not know what an event means or when a step ends
-(`recorder.py`). The logger is built by hand and never touches `structlog.configure`, so that an
-application's own logging stays its own.
+The logger does not use `structlog.configure`, so that it does not affect the application's logging.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import zstandard
 
 from nvtrace.envelope import Footer, Header, encode_into
-from nvtrace.files import Existing, Made, make
+from nvtrace.files import Existing, NewFile, create_file
 
 _draws = random.getstate()
-import structlog  # noqa: E402 - it imports rich, if that is there, which draws from `random`
+import structlog  # noqa: E402 - it imports rich, if that is installed, which uses `random`
 
-random.setstate(_draws)  # the caller's numbers stay the same
+random.setstate(_draws)  # the caller's random numbers stay the same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,10 +44,10 @@ _COMPRESSED_FLUSH_SECONDS = 1.0
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """A structlog logger whose one method takes a typed event."""
+    """A structlog logger with one method, which takes a typed event."""
 
     def emit(self, record: Header | Footer | Event) -> bool:
-        """Send one record down the pipeline. Returns whether it came through."""
+        """Send one record through the pipeline. Returns False if it was dropped."""
         tag = str(record.__struct_config__.tag)
         return self._proxy_to_logger("write", tag, record=record) is not None
 
@@ -57,10 +55,10 @@ class TraceLogger(structlog.BoundLoggerBase):
 def make_emit(
     sink: Sink, processors: Iterable[Processor] = ()
 ) -> Callable[[Header | Footer | Event], bool]:
-    """What sends a record through the processors into `sink`, and says whether it got there.
+    """Return a function that sends a record through the processors to `sink`; False if dropped.
 
-    A processor may raise structlog.DropEvent. Header and footer pass all the same, also through a
-    processor that reads a field they do not have: without them the rest could not be read.
+    A processor may raise structlog.DropEvent. Header and footer are never dropped, even if a
+    processor raises an error for them: without them the rest could not be read.
     """
     chain = [*map(_passing, processors)]
     return TraceLogger(sink, [*chain, encode], {}).emit if chain else sink.take
@@ -73,38 +71,36 @@ def _passing(processor: Processor) -> Processor:
         as_it_was = dict(event_dict)
         try:
             return processor(logger, method, event_dict)
-        except (structlog.DropEvent, Exception):  # noqa: BLE001 - it was written for events
+        except (structlog.DropEvent, Exception):  # noqa: BLE001 - it may expect events only
             return as_it_was
 
     return process
 
 
 def encode(_logger: object, _method: str, event_dict: EventDict) -> bytes:
-    """The last processor: the record's line."""
+    """The last processor: encode the record as a line."""
     buffer = bytearray()
     encode_into(event_dict["record"], buffer)
     return bytes(buffer)
 
 
 class Sink:
-    """Whole lines into one file, buffered.
+    """Writes whole lines to one file, with a buffer.
 
-    A write that fails (a full disk) is reported once and loudly; from then on lines are counted as
-    lost and the engine goes on.
+    A failed write (a full disk, say) is reported once; after that all lines are counted as lost,
+    and the engine goes on. A fork of the process writes nothing: the file is its parent's.
 
     Args:
         file: an open binary file.
-        report: takes the one sentence about a failed write; stderr by default.
-        seconds_between_flushes: 0 writes at every flush; a compressed file waits, since each flush
-            costs compression.
-        made: the file on the disk that `file` writes to.
+        report: called with a message about a failed write; None: it is printed on stderr.
+        seconds_between_flushes: 0 writes at every flush. A compressed file is flushed less often,
+            because each flush makes the compression worse.
+        made: the file on disk that `file` writes to.
 
     Attributes:
-        place: the name that the file on the disk has, as far as is known; None if it is not known.
-            Somebody may rename it, which shows when it is closed.
-        is_removed: had the file no name any more when it was closed? Then it is gone.
-
-    A fork of the process writes nothing: the file is its parent's.
+        place: the name of the file on disk; None if it is not known. If another process renames the
+            file, this is updated when it is closed.
+        is_removed: was the file deleted before it was closed?
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class Sink:
         *,
         report: Callable[[str], None] | None = None,
         seconds_between_flushes: float = 0.0,
-        made: Made | None = None,
+        made: NewFile | None = None,
     ) -> None:
         self._file = file
         self.made = made
@@ -128,19 +124,19 @@ class Sink:
         self.num_lost = 0
 
     def write(self, line: bytes) -> bool:
-        """Take one line; it reaches the file with the next flush. Returns True, as no drop does."""
+        """Buffer one line until the next flush. Returns True: it was not dropped."""
         self._buffer += line
         return True
 
     def take(self, record: Header | Footer | Event) -> bool:
-        """Take a record's line, as `write` does."""
+        """Encode a record and buffer its line, as `write` does."""
         encode_into(record, self._buffer)
         return True
 
     def flush(self) -> None:
-        """Hand the buffered lines to the operating system (a compressed file: about once a second).
+        """Write the buffered lines to the file (a compressed file: about once a second).
 
-        After this a killed process loses none of them.
+        After this, they are not lost if the process is killed.
         """
         if time.monotonic() - self._last_flush >= self._seconds_between_flushes:
             self._flush()
@@ -164,7 +160,7 @@ class Sink:
             self._fail(error)
 
     def discard(self) -> None:
-        """Nothing came of it: undo what opening it did to files, and close it."""
+        """Undo what opening it did to files, and close it."""
         if self.made is not None and not self.made.file.closed:
             self.made.undo()
         self.close()
@@ -176,15 +172,15 @@ class Sink:
         lines = self._buffer
         if self.error is None:
             try:
-                rest = memoryview(bytes(lines))  # a copy: `lines` may grow after an interruption
+                rest = memoryview(bytes(lines))  # a copy: `lines` may grow after an interrupt
                 while rest:  # an unbuffered write may be short
                     rest = rest[self._file.write(rest) :]
                 self._file.flush()
-            except Exception as error:  # noqa: BLE001 - a closed file's, a compressor's: the engine goes on
+            except Exception as error:  # noqa: BLE001 - from the file or the compressor: the engine goes on
                 self._fail(error)
         if self.error is not None:
             self.num_lost += lines.count(b"\n")
-        self._buffer = bytearray()  # not before: an interruption must not lose them
+        self._buffer = bytearray()  # only now, so that an interrupt does not lose them
         self._last_flush = time.monotonic()
 
     def _fail(self, error: Exception) -> None:
@@ -194,7 +190,7 @@ class Sink:
 
 
 def _report_on_stderr(message: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # closed, or none at all: nobody listens
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or None
         sys.stderr.write(f"nvtrace: {message}\n")
 
 
@@ -204,25 +200,25 @@ def open_sink(
     """Open a trace file for writing, compressed if its name ends in .gz or .zst.
 
     Args:
-        path: the file; its folder must exist. Where it is a link, what it leads to is meant.
-        existing: what to do with a file that is there: "keep" renames it, "replace" puts the new
-            one in its place, "error" raises FileExistsError. A pipe or a device is written.
+        path: the file; its folder must exist. A link is followed.
+        existing: if there is a file of this name, "keep" renames it, "replace" replaces it, "error"
+            raises FileExistsError. A pipe or a device is written to.
         report: see `Sink`.
 
     Returns:
-        The sink, and where a kept file is now (None if there was none).
+        The sink, and the new name of an older file (None if there was none).
     """
-    made = make(path, existing)
+    made = create_file(path, existing)
     return sink_of(made, path, report), made.kept
 
 
-def sink_of(made: Made, path: Path, report: Callable[[str], None] | None = None) -> Sink:
-    """The sink that writes into a file that was made for a trace at `path`."""
+def sink_of(made: NewFile, path: Path, report: Callable[[str], None] | None = None) -> Sink:
+    """The sink that writes to `made`, compressed if the name of `path` says so."""
     file: BinaryIO = cast("BinaryIO", made.file)
     if path.suffix == ".gz":
         buffered = io.BufferedWriter(made.file)
         packed = gzip.GzipFile(path.stem, "wb", compresslevel=6, fileobj=buffered)
-        packed.myfileobj = buffered  # type: ignore[assignment]  # what it closes with itself
+        packed.myfileobj = buffered  # type: ignore[assignment]  # GzipFile.close() closes it
         file = cast("BinaryIO", packed)
     elif path.suffix == ".zst":
         buffered = io.BufferedWriter(made.file)

@@ -1,4 +1,6 @@
-"""Query: the small language of conditional breakpoints, for `nvtrace at --until`.
+"""Query: what somebody asks for of a trace, as a condition or as a selection.
+
+A condition is a small language, that of conditional breakpoints, for `nvtrace at --until`:
 
     free_blocks < 10
     event == PREEMPT and seq_id == 3
@@ -10,7 +12,8 @@
     comparison  = NAME ("==" | "!=" | "<" | "<=" | ">" | ">=") VALUE  |  VALUE "in" NAME
 
 Knows how a condition is spelt, and looks names up in a state and in events. Does not know where it
-is asked (`at.py`). Nothing is ever evaluated as Python.
+is asked (`at.py`). Nothing is ever evaluated as Python. A selection is a range of steps, requests,
+and a pattern for the names of events.
 
 A NAME is a field of the state (STATE_FIELDS) or of an event; `event` is the event's own name. A
 VALUE is a number, true, false, null, or a word, in quotes or not. Names of events are all asked of
@@ -20,6 +23,7 @@ one and the same event. What an event does not have is never equal, unequal, les
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import operator
 import re
 from dataclasses import dataclass
@@ -28,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nvtrace import events as ev
+from nvtrace.envelope import Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nvtrace.replay import State
+    from nvtrace.summary import StepSummary
 
     Value = int | float | str | bool | None
     Test = Callable[["_Scene"], bool]
@@ -275,3 +281,76 @@ def _contains(held: object, value: Value) -> bool:
     return isinstance(held, list) and any(
         value in item if isinstance(item, list | tuple) else item == value for item in held
     )
+
+
+# -- selection -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which steps, requests and events of a trace are asked for.
+
+    Attributes:
+        first_step, last_step: both included; None for no bound.
+        seq_ids: these requests only; None for all.
+        event_glob: events whose name matches, in capitals; None for all.
+    """
+
+    first_step: int | None = None
+    last_step: int | None = None
+    seq_ids: frozenset[int] | None = None
+    event_glob: str | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Is nothing left out?"""
+        return self == Selection()
+
+    @property
+    def has_bounds(self) -> bool:
+        """Is it about a range of steps?"""
+        return self.first_step is not None or self.last_step is not None
+
+    def has_step(self, index: int | None) -> bool:
+        """Is this engine step wanted? What happens outside a step is wanted if all steps are."""
+        if index is None:
+            return not self.has_bounds
+        return (self.first_step or 0) <= index and (
+            self.last_step is None or index <= self.last_step
+        )
+
+    def has_name(self, tag: str) -> bool:
+        """Is an event of this name wanted?"""
+        return self.event_glob is None or fnmatch.fnmatchcase(tag, self.event_glob)
+
+    def picks_event(self, event: ev.Event | Unknown) -> bool:
+        """Is this event wanted?"""
+        if isinstance(event, Unknown):
+            step = event.fields.get("step")
+            in_steps = self.has_step(step if isinstance(step, int) else None)
+            return in_steps and self.seq_ids is None and self.has_name(event.event)
+        return (
+            self.has_step(event.step)
+            and self.has_name(ev.tag_of(event))
+            and (self.seq_ids is None or bool(self.seq_ids & requests_of(event)))
+        )
+
+    def picks_step(self, step: StepSummary) -> bool:
+        """Does this step's row belong into the table?"""
+        if not self.has_step(step.index):
+            return False
+        if self.event_glob is not None and not fnmatch.filter(step.tags, self.event_glob):
+            return False
+        return self.seq_ids is None or bool(self.seq_ids & step.concerned)
+
+
+def requests_of(event: ev.Event) -> set[int]:
+    """The requests that an event names."""
+    seq_ids: set[int] = set()
+    for name in ("seq_id", "for_seq_id"):
+        value = getattr(event, name, None)
+        if value is not None:
+            seq_ids.add(value)
+    for name in ("seq_ids", "finished"):
+        seq_ids.update(getattr(event, name, ()))
+    return seq_ids

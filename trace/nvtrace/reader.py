@@ -76,6 +76,7 @@ def read_trace(
     source: str | Path | BinaryIO,
     *,
     warn: Callable[[str], None] | None = None,
+    watch: Callable[[int], None] | None = None,
     name: str | Path | None = None,
 ) -> Iterator[Record]:
     """Read a trace.
@@ -85,6 +86,7 @@ def read_trace(
             zstd, whatever its name is, is unpacked.
         warn: takes a sentence about each thing that is wrong but survivable: a cut last line, a
             missing footer, unknown events. Ignored if None.
+        watch: told now and then how many bytes of the file were read; of a pipe it hears nothing.
         name: what messages call it; None for the name that it has.
 
     Yields:
@@ -94,7 +96,7 @@ def read_trace(
         UnreadableTraceError: no such file, not a trace, or a line that is no record.
         NewerTraceError: the trace's format is of a newer major version.
     """
-    for block in read_blocks(source, warn=warn, name=name):
+    for block in read_blocks(source, warn=warn, watch=watch, name=name):
         yield from block
         del block  # so that its records go before the next ones come
 
@@ -103,6 +105,7 @@ def read_blocks(
     source: str | Path | BinaryIO,
     *,
     warn: Callable[[str], None] | None = None,
+    watch: Callable[[int], None] | None = None,
     name: str | Path | None = None,
 ) -> Iterator[list[Record]]:
     """Read a trace, some hundred records at a time: as `read_trace`, for those in a hurry.
@@ -113,6 +116,7 @@ def read_blocks(
     Args:
         source: see `read_trace`.
         warn: see `read_trace`.
+        watch: see `read_trace`.
         name: see `read_trace`.
 
     Yields:
@@ -124,7 +128,11 @@ def read_blocks(
     name = name_of(source) if name is None else name
     file = open_trace(source) if isinstance(source, str | Path) else source
     with file:
-        yield from _decoded(line_blocks(file, name), name, warn or _ignore)
+        for block in _decoded(line_blocks(file, name), name, warn or _ignore):
+            if watch is not None and file.seekable():
+                watch(file.tell())
+            yield block
+            del block  # so that its records go before the next ones come
 
 
 def name_of(source: str | Path | BinaryIO) -> str | Path:
@@ -163,6 +171,27 @@ def read_ranks(
             streams.append(_keyed(rank, chain.from_iterable(blocks)))
     for key, record in heapq.merge(*streams, key=itemgetter(0)):
         yield key[2], record
+
+
+def read_first_rank(
+    source: str | Path,
+    *,
+    warn: Callable[[str], None] | None = None,
+    watch: Callable[[int], None] | None = None,
+) -> Iterator[Record]:
+    """Read the trace of the rank that tells all, and look at those of the others as well.
+
+    Args:
+        source: see `read_ranks`.
+        warn: the same.
+        watch: see `read_trace`; if there are several files, it hears nothing.
+    """
+    records = read_trace(source, warn=warn, watch=watch)
+    header = cast("Header", next(records))
+    if header.world_size == 1 or header.rank or not Path(source).is_file():
+        yield from chain([header], records)
+        return
+    yield from (record for rank, record in read_ranks(source, warn=warn) if rank == header.rank)
 
 
 def rank_path(path: Path, rank: int) -> Path:

@@ -1,37 +1,39 @@
-"""Recorder: an Observer that turns each moment of an engine into an event of the same name.
+"""Recorder: an Observer that records an event of the same name for each hook.
 
     with record("trace.jsonl") as observer:
         LLM(model, observer=observer).generate(prompts, sampling_params)
 
-Knows both vocabularies, the engine's (`nanovllm.observer`) and the trace's (`events.py`), and the
-clock. Does not decide anything. During a step it only builds the events; at the step's end it
-sends them down the pipeline, so that the step itself is disturbed little.
+During a step it only builds the events; at the end of the step it writes them, so that tracing
+slows the step down little.
 
-Step times come from the moments themselves: what lies between `step_start` and `schedule_*` is
-scheduling, then preparing, then the forward pass, then sampling, and the rest is postprocessing.
+The times of a step are those between its hooks: from `step_start` to `schedule_*` is scheduling,
+then preparing, then the forward pass, then sampling; the rest is postprocessing.
 """
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from typing_extensions import override
 
 from nanovllm.observer import Observer
-from nanovllm.parallel.launch import Launch
+from nanovllm.parallel.torchrun import TorchrunRank
 from nvtrace import events as ev
 from nvtrace.events import new
-from nvtrace.pipeline import Sink, open_sink
+from nvtrace.files import Existing, NewFile, create_file, reopen
+from nvtrace.pipeline import Sink, open_sink, sink_of
+from nvtrace.ranks import keep_ranks, shared_run_id
 from nvtrace.reader import rank_path
-from nvtrace.writer import Exit, TraceWriter, said
+from nvtrace.writer import Exit, TraceWriter, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as Seq
+    from os import stat_result
     from types import TracebackType
 
     from structlog.typing import Processor
@@ -45,15 +47,13 @@ if TYPE_CHECKING:
     from nanovllm.errors import RequestRefusedError
     from nanovllm.utils.loader import LoadedWeights
     from nanovllm.utils.model_config import ModelConfig
-    from nvtrace.files import Existing, Made
-    from nvtrace.ranks import RankRecipe
 
 
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
 
 
 class _Scheduled(TypedDict):
-    """What every kind of step tells of its schedule."""
+    """The fields that the events of all kinds of steps share."""
 
     engine_step: int
     scheduled: int
@@ -65,7 +65,7 @@ class _Scheduled(TypedDict):
 
 
 class _Lengths(TypedDict):
-    """For each sequence of a step with prompts in it: tokens computed now, before, and cached."""
+    """For each sequence of a step with prompts: tokens computed in it, before it, and cached."""
 
     num_scheduled_tokens: list[int]
     num_computed_tokens: list[int]
@@ -73,8 +73,8 @@ class _Lengths(TypedDict):
     num_batched_tokens: int
 
 
-class _StepMarks:
-    """When each stage of the current step ended, in trace time."""
+class _StepTimes:
+    """When each stage of the current step ended, in nanoseconds since the trace began."""
 
     __slots__ = ("forward", "prepare", "sample", "schedule", "start")
 
@@ -92,9 +92,9 @@ def record(
 ) -> Iterator[Recorder]:
     """Record one engine into a trace file; with tensor parallelism, one file for each rank.
 
-    trace.jsonl is rank 0's, trace.rank1.jsonl rank 1's, and so on. A rank that the engine starts
-    tells its start, and of each step what it was given and how it ran. A rank that torchrun starts
-    runs the whole engine, and its trace tells all of it, as rank 0's does.
+    trace.jsonl is the file of rank 0, trace.rank1.jsonl that of rank 1, and so on. The trace of a
+    rank that the engine starts has its start and the inputs and the run of each step. A rank that
+    torchrun starts runs a whole engine, and its trace has all events, as rank 0's has.
 
     Args:
         path: the file to write; a name ending in .gz or .zst is compressed.
@@ -102,25 +102,23 @@ def record(
             {"event": name, "record": struct} and may raise structlog.DropEvent. With tensor
             parallelism they are pickled for the other ranks.
         tap: called with the events of each step, after they are written.
-        existing: "keep" renames a file that is there, "replace" puts the new one in its place,
-            "error" raises. A link is followed; a pipe or a device is written.
+        existing: if there is a file of this name, "keep" renames it, "replace" replaces it, "error"
+            raises. A link is followed; a pipe or a device is written to.
 
     Yields:
-        The observer to hand to one `LLM`. Another run that takes the same name renames this trace:
-        where it is then, `observer.trace.sink.place` says after the end.
+        The observer to pass to one `LLM`. If another run uses the same name, it renames this trace;
+        after the end, `observer.trace.sink.place` is where the trace is.
 
     Raises:
         OSError: the file cannot be created.
     """
-    from nvtrace.ranks import RankRecipe, keep_ranks  # noqa: PLC0415 - its recorder is one of ours
-
-    launch = Launch.from_environment(os.environ)
-    rank = 0 if launch is None else launch.rank
+    torchrun = TorchrunRank.from_environment(os.environ)
+    rank = 0 if torchrun is None else torchrun.rank
     own_path, processors = rank_path(Path(path), rank), tuple(processors)
     sink, kept = open_sink(own_path, existing=existing)
     with Recorder(sink, processors=processors, tap=tap, rank=rank) as recorder:
         recorder.kept = kept
-        if launch is None:
+        if torchrun is None:
             if kept is not None:
                 recorder.kept_others += keep_ranks(own_path, kept)
             recorder.recipe = RankRecipe(own_path, recorder.trace.run_id, processors, existing)
@@ -133,14 +131,14 @@ class Recorder(Observer):
     Args:
         sink: where the lines go.
         processors, tap: see `record`.
-        rank: of the process that this is.
+        rank: of this process.
 
     Attributes:
-        trace: the writer; `trace.sink.error` tells whether a write failed.
-        kept: where a trace that was in the way has been renamed to.
-        kept_others: the same of other ranks' traces: (from, to) of each.
-        recipe: makes the recorders of the ranks that the engine starts; None records rank 0 alone.
-        failure: which method raised first, and what; the trace is then incomplete.
+        trace: the writer; `trace.sink.error` is the error of a failed write.
+        kept: the new name of an older trace that had this name.
+        kept_others: (old, new) names of older traces of other ranks.
+        recipe: makes the recorders of the ranks that the engine starts; None records rank 0 only.
+        failure: the first method that raised an error, and the error; the trace is incomplete then.
     """
 
     def __init__(
@@ -156,14 +154,14 @@ class Recorder(Observer):
         self.kept: Path | None = None
         self.kept_others: list[tuple[Path, Path]] = []
         self.recipe: RankRecipe | None = None
-        self._others: list[Made] = []  # the files of the other ranks, in rank 0's process
-        self._marks = _StepMarks(0)
+        self._others: list[NewFile] = []  # the files of the other ranks, in rank 0's process
+        self._times = _StepTimes(0)
         self._gpu_ns: int | None = None  # of this step, as far as it is known
         self._last_init = self._init_start = 0
         self._policy = ""
         self._engine_step = 0
         self.failure: str | None = None
-        self._is_scheduling = False  # within a step, before it is known what it will compute
+        self._is_scheduling = False  # within a step, before its `schedule_*`
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
 
@@ -175,7 +173,7 @@ class Recorder(Observer):
 
     @override
     def failed(self, hook: str, error: Exception) -> None:
-        self.failure = self.failure or f"{hook}() raised {type(error).__name__}: {said(error)}"
+        self.failure = self.failure or f"{hook}() raised {type(error).__name__}: {text_of(error)}"
         tag = hook.upper()
         if tag in ev.EVENT_TYPES and (self.trace.last is None or ev.tag_of(self.trace.last) != tag):
             self.trace.add(None)  # its number is missing in the trace
@@ -196,17 +194,15 @@ class Recorder(Observer):
             self.close("interrupted" if is_stop else "error", type(error).__name__)
 
     def undo(self) -> Path | None:
-        """Undo what the recording did to files, before it ends: no engine came of it.
+        """Undo what the recording did to files, if no engine was started.
 
-        The files that it made are removed, by whatever names. Older ones get their names back, if
-        nobody else has them now.
+        The files that it has created are removed, even if they were renamed. Older traces get their
+        names back, if these are free.
 
         Returns:
             Where an older trace is that could not get its name back; None if there is none.
-            `kept_others` says the same of other ranks' traces.
+            `kept_others` then has those of other ranks.
         """
-        from nvtrace.ranks import keep_ranks  # noqa: PLC0415 - its recorder is one of ours
-
         for made in self._others:
             made.undo()
         own, kept = self.trace.sink.made, self.kept
@@ -227,8 +223,6 @@ class Recorder(Observer):
     def engine_init(self, config: Config, model_config: ModelConfig) -> None:
         if self.trace.has_header:
             raise ValueError("this recorder already has an engine: use one record() for each LLM")
-        from nvtrace.ranks import shared_run_id  # noqa: PLC0415 - its recorder is one of ours
-
         world_size = config.tensor_parallel_size
         if self.recipe is not None and world_size > 1:
             for made in self.recipe.make(world_size, self._own_place()):
@@ -365,7 +359,7 @@ class Recorder(Observer):
     def request_output(self, seq: Sequence, text: str) -> None:
         event = new(ev.RequestOutput)(
             seq_id=seq.seq_id,
-            reason=str(seq.finish_reason),  # there is one: it has ended
+            reason=str(seq.finish_reason),  # it has ended, so there is one
             num_prompt_tokens=seq.num_prompt_tokens,
             num_completion_tokens=seq.num_completion_tokens,
             text=text,
@@ -389,7 +383,7 @@ class Recorder(Observer):
 
     @override
     def engine_error(self, error: BaseException) -> None:
-        event = new(ev.EngineError)(error_type=type(error).__name__, message=said(error))
+        event = new(ev.EngineError)(error_type=type(error).__name__, message=text_of(error))
         self.trace.add(event, "postprocess")
 
     @override
@@ -406,11 +400,11 @@ class Recorder(Observer):
     @override
     def step_start(self, engine_step: int) -> None:
         try:
-            self.trace.drain()  # what came in between two steps
-        finally:  # whatever the tap does
+            self.trace.drain()  # the events between two steps
+        finally:  # the tap may raise
             self.trace.step = self._engine_step = engine_step
             self._is_scheduling = True
-            self._marks = _StepMarks(self.trace.now())
+            self._times = _StepTimes(self.trace.now())
             self._gpu_ns = None
 
     @override
@@ -471,7 +465,7 @@ class Recorder(Observer):
         self._is_scheduling = False
         self.trace.batch_phase = batch.phase
         self._steps[batch.phase] += 1
-        self._marks.schedule = self.trace.add(event)
+        self._times.schedule = self.trace.add(event)
 
     @override
     def preempt(
@@ -487,7 +481,7 @@ class Recorder(Observer):
 
     @override
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
-        is_scheduling = reason in {"admitted", "preempted"}  # a part of the batch's own phase
+        is_scheduling = reason in {"admitted", "preempted"}  # then the phase is the batch's
         event = new(ev.StateTransition)(
             reason=reason,
             seq_id=seq.seq_id,
@@ -499,7 +493,7 @@ class Recorder(Observer):
         )
         self.trace.add(event, None if is_scheduling else "postprocess")
 
-    # -- pages -----------------------------------------------------------------------------------
+    # -- blocks ----------------------------------------------------------------------------------
 
     @override
     def blocks_share(self, seq: Sequence, block_id: int) -> None:
@@ -552,7 +546,7 @@ class Recorder(Observer):
             position_ranges=inputs.position_ranges,
             slot_ranges=inputs.slot_ranges,
         )
-        self._marks.prepare = self.trace.add(event, "prefill")
+        self._times.prepare = self.trace.add(event, "prefill")
 
     @override
     def prepare_decode_tensors(self, inputs: DecodeInputs) -> None:
@@ -563,12 +557,12 @@ class Recorder(Observer):
             slot_mapping=inputs.slot_mapping,
             block_tables_shape=(batch_size, len(inputs.block_tables[0])),
         )
-        self._marks.prepare = self.trace.add(event, "decode")
+        self._times.prepare = self.trace.add(event, "decode")
 
     @override
     def run_eager(self, reason: str, num_tokens: int) -> None:
         now = self.trace.add(new(ev.RunEager)(reason=reason, num_tokens=num_tokens))
-        self._marks.forward = self._marks.sample = now
+        self._times.forward = self._times.sample = now
 
     @override
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
@@ -578,7 +572,7 @@ class Recorder(Observer):
             padding=graph_batch_size - batch_size,
             is_ahead=is_ahead,
         )
-        self._marks.forward = self._marks.sample = self.trace.add(event)
+        self._times.forward = self._times.sample = self.trace.add(event)
 
     @override
     def gpu_time(self, gpu_ns: int) -> None:
@@ -591,11 +585,11 @@ class Recorder(Observer):
             temperatures=[float(seq.sampling_params.temperature) for seq in seqs],
             token_ids=token_ids,
         )
-        self._marks.sample = self.trace.add(event)
+        self._times.sample = self.trace.add(event)
 
     @override
     def step_end(self, batch: Batch, finished: list[Sequence], scheduler: Scheduler) -> None:
-        now, marks = self.trace.now(), self._marks
+        now, times = self.trace.now(), self._times
         num_seqs = len(batch.seqs)
         total_len = sum(seq.num_tokens for seq in batch.seqs)
         event = new(ev.StepEnd)(
@@ -607,12 +601,12 @@ class Recorder(Observer):
             waiting_len=len(scheduler.waiting),
             running_len=len(scheduler.running),
             free_blocks=scheduler.block_manager.num_free_blocks,
-            wall_ns=now - marks.start,
-            schedule_ns=marks.schedule - marks.start,
-            prepare_ns=marks.prepare - marks.schedule,
-            forward_ns=marks.forward - marks.prepare,
-            sample_ns=marks.sample - marks.forward,
-            postprocess_ns=now - marks.sample,
+            wall_ns=now - times.start,
+            schedule_ns=times.schedule - times.start,
+            prepare_ns=times.prepare - times.schedule,
+            forward_ns=times.forward - times.prepare,
+            sample_ns=times.sample - times.forward,
+            postprocess_ns=now - times.sample,
             gpu_ns=self._gpu_ns,
         )
         self.trace.add(event, "postprocess")
@@ -620,7 +614,7 @@ class Recorder(Observer):
         self.trace.step = None
 
     def close(self, exit_: Exit = "ok", error_type: str | None = None) -> None:
-        """Write what is left and the footer. A second call does nothing.
+        """Write the remaining events and the footer. A second call does nothing.
 
         Args:
             exit_: how the recording ended.
@@ -641,7 +635,7 @@ class Recorder(Observer):
 def _gpu_name(device: str) -> str | None:
     if device != "cuda":
         return None
-    import torch  # noqa: PLC0415 - it is loaded: an engine is starting
+    import torch  # noqa: PLC0415 - the engine has loaded it
 
     return torch.cuda.get_device_name()
 
@@ -653,3 +647,82 @@ def _lengths(batch: Batch) -> _Lengths:
         "num_cached_tokens": [seq.num_cached_tokens for seq in batch.seqs],
         "num_batched_tokens": sum(batch.num_scheduled_tokens),
     }
+
+
+# -- other ranks' recorders ------------------------------------------------------------------------
+
+
+class RankRecorder(Recorder):
+    """The recorder of a rank that the engine started.
+
+    Args:
+        sink: where the lines go.
+        rank: from 1.
+        run_id: that of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+    """
+
+    def __init__(
+        self, sink: Sink, rank: int, run_id: str, processors: Iterable[Processor] = ()
+    ) -> None:
+        super().__init__(sink, processors=processors, rank=rank)
+        self.trace.run_id = run_id
+
+    @override
+    def kv_budget_estimate(self, budget: KVBudget) -> None:
+        super().kv_budget_estimate(budget)
+        self.trace.drain()  # `engine_ready`, which drains too, is called on rank 0 only
+
+    @override
+    def run_eager(self, reason: str, num_tokens: int) -> None:
+        # This rank has no schedule event, so the phase is taken from how the model ran.
+        self.trace.batch_phase = (
+            "prefill" if reason == "prefill" else "mixed" if reason == "mixed" else "decode"
+        )
+        super().run_eager(reason, num_tokens)
+        self.trace.drain()  # on this rank, the step ends here
+
+    @override
+    def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
+        self.trace.batch_phase = "decode"
+        super().cudagraph_replay(batch_size, graph_batch_size, is_ahead=is_ahead)
+        self.trace.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecipe:
+    """Makes the recorder of a rank, in that rank's process.
+
+    Attributes:
+        path: of rank 0's trace.
+        run_id: of rank 0's trace.
+        processors: see `nvtrace.recorder.record`.
+        existing: the same.
+        files: the files that rank 0 has created for the others, by rank.
+    """
+
+    path: Path
+    run_id: str
+    processors: tuple[Processor, ...]
+    existing: Existing
+    files: dict[int, tuple[Path, stat_result]] = field(default_factory=dict)
+
+    def make(self, num_ranks: int, beside: Path) -> Iterator[NewFile]:
+        """Create the other ranks' files in rank 0's process, which can undo it.
+
+        Args:
+            num_ranks: of the engine.
+            beside: where rank 0's trace is now; another run may have renamed it.
+        """
+        for rank in range(1, num_ranks):
+            made = create_file(rank_path(beside, rank), self.existing)
+            if made.path is not None:
+                self.files[rank] = made.path, os.fstat(made.file.fileno())
+            yield made
+
+    def __call__(self, rank: int) -> RankRecorder:
+        """Open the rank's file."""
+        path = rank_path(self.path, rank)
+        made = reopen(*self.files[rank]) if rank in self.files else None
+        sink = sink_of(create_file(path, self.existing) if made is None else made, path)
+        return RankRecorder(sink, rank, self.run_id, self.processors)

@@ -1,14 +1,13 @@
-"""The reference: every event, field and code, from the structs and the word catalogs.
+"""The reference: every event, field and code, from the structs and the catalogs.
 
     python -m nvtrace.reference docs      writes there: {en,zh}/events.md, {en,zh}/columns.md,
                                           trace.schema.json
     python -m nvtrace.reference docs trace/nvtrace/catalog
-                                          first adds to the catalogs in that folder the words that
-                                          they lack, made from the structs
+                                          first adds missing entries to the catalogs in that folder,
+                                          from the structs
 
-Knows how a struct's fields become a description. Does not hold a single description itself: the
-shapes are in `events.py` and `envelope.py`, the words in `catalog/`; of DataFrames, the shapes and
-the English words are in `analysis/columns.py`, only the Chinese ones in `catalog/`.
+The structs are in `events.py` and `envelope.py`, their descriptions in `catalog/`. For DataFrames,
+columns and English descriptions are in `analysis/columns.py`, the Chinese ones in `catalog/`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from nvtrace.analysis.columns import ANALYSES, FRAMES
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.envelope import VERSION, Footer, Header, HeaderFacts
 from nvtrace.events import EVENT_TYPES, AnyEvent, Event, codes_of, field_types, tag_of
-from nvtrace.files import written
+from nvtrace.files import atomic_write
 from nvtrace.source import calls_of, hook_of
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ RECORD_TYPES: dict[str, type[msgspec.Struct]] = {
     "TRACE_FOOTER": Footer,
 }
 _ENVELOPE = tuple(field.name for field in msgspec.structs.fields(Event))
-# Their codes are the same words in every language: the phases are the article's.
+# Their codes are the same in every language.
 NOT_TRANSLATED = {"phase", "previous", "status"}
 
 
@@ -53,8 +52,8 @@ class FieldReference:
     """One field.
 
     Attributes:
-        type: as it is written in Python, codes as quoted words.
-        codes: what each code means, if the field holds codes with words of their own.
+        type: as it is written in Python; codes as quoted words.
+        codes: code -> meaning, if the field holds codes that are described.
     """
 
     name: str
@@ -68,9 +67,9 @@ class EventReference:
     """One kind of line of a trace.
 
     Attributes:
-        when: the phases it belongs to; empty for header and footer.
-        fields: its own, without the envelope that all events share.
-        hook: the observer's method behind it; None for header and footer.
+        when: its phases; empty for header and footer.
+        fields: its own, without those of the envelope.
+        hook: the observer method that records it; None for header and footer.
     """
 
     tag: str
@@ -85,7 +84,7 @@ def describe(tag: str, catalog: Catalog) -> EventReference:
     """Describe one kind of line.
 
     Raises:
-        KeyError: no such kind.
+        KeyError: there is no such kind.
     """
     struct = RECORD_TYPES[tag]
     is_event = issubclass(struct, Event)
@@ -100,7 +99,7 @@ def describe(tag: str, catalog: Catalog) -> EventReference:
 
 
 def envelope_fields(catalog: Catalog) -> tuple[FieldReference, ...]:
-    """The fields that all events share."""
+    """The fields of every event."""
     fields = (
         FieldReference(field.name, type_name(field.type), catalog.field("", field.name), {})
         for field in msgspec.structs.fields(Event)
@@ -109,7 +108,7 @@ def envelope_fields(catalog: Catalog) -> tuple[FieldReference, ...]:
 
 
 def type_name(annotation: Any) -> str:  # noqa: ANN401 - any annotation
-    """An annotation as one reads it: "list[int]", "int | None", '"eos" | "max_tokens"'."""
+    """An annotation as text: "list[int]", "int | None", '"eos" | "max_tokens"'."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is NoneType:
         return "None"
@@ -223,11 +222,11 @@ def documents() -> dict[str, str]:
     }
 
 
-# -- words that the catalogs lack ------------------------------------------------------------------
+# -- missing entries of the catalogs ---------------------------------------------------------------
 
 
 def add_missing_words(file: Path) -> list[str]:
-    """Add to a catalog file what it lacks of the events, in the words of their structs.
+    """Add the missing entries of events to a catalog file, with texts from their structs.
 
     Returns:
         What was added, for example "events.PREEMPT.title".
@@ -245,13 +244,13 @@ def add_missing_words(file: Path) -> list[str]:
                 text = _with_entry(text, table, f"{key} = {json.dumps(said, ensure_ascii=False)}\n")
                 added.append(f"{table}.{key}")
     if added:
-        with written(file) as out:
+        with atomic_write(file) as out:
             out.write(text.encode())
     return added
 
 
 def _words_of(struct: type[Event]) -> Iterator[tuple[str, str, str]]:
-    """(table, key, words) of an event, from its docstring, its comments and its names."""
+    """(table, key, text) of an event, from its docstring, its comments and its names."""
     event = f"events.{tag_of(struct)}"
     meaning = " ".join((struct.__doc__ or f"{struct.__name__}.").split())
     title = meaning.partition(". ")[0].removesuffix(".")
@@ -272,7 +271,7 @@ def _spelt_out(name: str) -> str:
 
 
 def _with_entry(text: str, table: str, entry: str) -> str:
-    """A catalog with one entry more: in its table, or in a new one behind its event's, or all."""
+    """Insert an entry into its table, or into a new table after the event's, or after all."""
     event = ".".join(table.split(".")[:2])
     for name, head in (
         (rf"{table}\]", ""),
@@ -299,7 +298,7 @@ def main(arguments: list[str]) -> int:
     for name, content in documents().items():
         path = Path(arguments[0]) / name
         path.parent.mkdir(exist_ok=True)
-        with written(path) as file:
+        with atomic_write(path) as file:
             file.write(content.encode())
         sys.stdout.write(f"{path}\n")
     return 0

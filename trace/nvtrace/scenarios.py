@@ -1,8 +1,7 @@
-"""Scenarios: small named runs, each with a story that shows in its replay.
+"""Scenarios: small named runs, each of which shows one behaviour of the scheduler.
 
-Knows the engine and what to ask it. Does not record (give it a Recorder) or print. The titles are
-in the word catalogs. All of them run on a CPU in seconds, on the tiny Qwen3 that ships or on any
-other Qwen3 folder.
+They run on a CPU in seconds, with the tiny Qwen3 that ships or any other Qwen3 model. Their titles
+are in the catalogs. To record one, pass a Recorder.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that comes while others run.
+    """A request that arrives while others run.
 
     Attributes:
-        message: what the user asks.
-        before_step: it is queued just before this engine step; None: once the engine is idle.
+        message: the user's message.
+        before_step: it is queued before this engine step; None: when the engine is idle.
     """
 
     message: str
@@ -43,12 +42,12 @@ class Scenario:
 
     Attributes:
         name: its name on the command line.
-        messages: what is asked at the start, all at once.
-        arrivals: what is asked later, in order. Without any, `generate` runs the messages.
+        messages: the requests at the start.
+        arrivals: the requests that arrive later, in order. If empty, `generate` runs the messages.
         max_tokens, temperature: of every request.
-        config: engine settings that make the story happen.
-        output_lens: exactly so many tokens are generated for each request, in the order of their
-            arrival (an end of sequence is passed over); empty where max_tokens is for all.
+        config: engine settings.
+        output_lens: exactly how many tokens each request generates, in the order of arrival
+            (end-of-sequence tokens are ignored); if empty, `max_tokens` is the limit.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may change of a scenario; None leaves the scenario's own.
+    """What a user may change in a scenario; None keeps the scenario's own value.
 
     `chat_template_kwargs` are for the model's chat template: `{"enable_thinking": False}`, say.
     """
@@ -78,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request of a run: what was asked and what came out."""
+    """One request of a run: its message and its output."""
 
     message: str
     output: RequestOutput
@@ -91,8 +90,8 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         # The article's run: the batch shrinks from 2 to 1 when the first request ends.
         Scenario("example", ("introduce yourself", "list all prime numbers within 100")),
-        # Twice at once: nothing to share yet. Once more while they run: pages are shared. Once
-        # more when all is over: free pages are revived.
+        # Two equal prompts in one step share nothing. The third arrives while they run: blocks are
+        # shared. The fourth arrives when all have ended: free blocks are revived.
         Scenario(
             "shared-prefix",
             (_QUESTION, _QUESTION),
@@ -100,14 +99,14 @@ SCENARIOS: dict[str, Scenario] = {
             max_tokens=64,
             config={"kvcache_block_size": 4, "num_kvcache_blocks": 128},
         ),
-        # A budget of 8 tokens a step: prompts of 11 and 17 tokens are computed in pieces.
+        # A budget of 8 tokens per step: prompts of 11 and 17 tokens are computed in chunks.
         Scenario(
             "chunked-prefill",
             ("introduce yourself", "list all prime numbers within 100"),
             max_tokens=32,
             config={"max_num_batched_tokens": 8},
         ),
-        # 24 pages of 4 tokens are not enough for three answers: the youngest gives way.
+        # 24 blocks of 4 tokens are not enough for three answers: the youngest is preempted.
         Scenario(
             "preemption",
             ("introduce yourself", "list all prime numbers within 100", "what is preemption"),
@@ -121,9 +120,9 @@ SCENARIOS: dict[str, Scenario] = {
             (Arrival("introduce yourself", 12), Arrival("what is continuous batching", 40)),
             max_tokens=96,
         ),
-        # The article's four answers of uneven length, and two requests that come while they run.
-        # Compare with `--policy static`: those who ended early keep their places to the end, and
-        # those who came late wait for the slowest.
+        # The article's four answers of uneven length, and two requests that arrive while they run.
+        # Compare with `--policy static`: there the places of requests that ended early stay empty
+        # until the slowest has ended, and the late requests wait for it.
         Scenario(
             "static-vs-continuous",
             (
@@ -147,8 +146,8 @@ def run_scenario(
 
     Args:
         scenario: one of SCENARIOS, or your own.
-        observer: a Recorder, or any other.
-        options: what to change. Messages given there replace all of the scenario's.
+        observer: a Recorder, or another observer.
+        options: what to change. Its messages replace all requests of the scenario.
 
     Returns:
         One answer for each request, in the order of their arrival.
@@ -175,10 +174,11 @@ def run_scenario(
 
 
 def check_prompts(scenario: Scenario, options: Options) -> None:
-    """Refuse what can be known before weights are loaded: prompts that are none, or all too long.
+    """Check the prompts before the weights are loaded.
 
     Raises:
-        ValueError: for this reason, or since the folder's configuration or tokenizer is broken.
+        ValueError: a prompt is invalid, or all are too long, or the model's config or tokenizer is
+            broken.
     """
     from nanovllm.config import Config  # noqa: PLC0415 - loads torch
     from nanovllm.utils.input_processor import InputProcessor  # noqa: PLC0415 - the same

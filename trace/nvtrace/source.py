@@ -1,8 +1,7 @@
-"""Where the engine's source says an event.
+"""Finding where the engine's source calls the hook of an event.
 
-Knows that an event's name, its struct and the observer's method are one word in three spellings
-(SCHEDULE_PREFILL, SchedulePrefill, schedule_prefill), and where the package's files lie. Reads them
-as text: nothing of the engine is imported.
+An event, its struct and its hook have the same name in three spellings (SCHEDULE_PREFILL,
+SchedulePrefill, schedule_prefill). The source is searched as text; the engine is not imported.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Place:
     """A line of the engine's source.
 
     Attributes:
-        file: as the package names it, for example "nanovllm/engine/scheduler.py".
-        line: counted from 1.
+        file: with the package, for example "nanovllm/engine/scheduler.py".
+        line: from 1.
     """
 
     file: str
@@ -32,17 +31,17 @@ class Place:
 
 
 def hook_of(tag: str) -> str:
-    """The observer's method behind an event."""
+    """The observer method of an event."""
     return tag.lower()
 
 
 def definition_of(hook: str) -> Place | None:
-    """Where the observer declares the method."""
+    """Where the observer defines the method."""
     return next(iter(_find(rf"^    def {hook}\(", ("observer.py",))), None)
 
 
 def calls_of(hook: str) -> list[Place]:
-    """Every place where the engine says it."""
+    """Every place where the engine calls the method."""
     return _find(rf"\bobserver\.{hook}\(", ("**/*.py",))
 
 

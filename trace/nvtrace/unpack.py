@@ -1,12 +1,9 @@
-"""Unpack: a trace's bytes, whatever its file is called.
+"""Unpack: decompress a trace; its first bytes, not its file name, show how it is compressed.
 
     gzip members | zstd frames, skippable ones too | text   --->   the trace's bytes
 
-What it is, its first bytes tell. Of a packed file all members and frames are read, one after the
-other, as `gunzip` and `zstd -d` do. One that was cut off is read to the last byte that is in it,
-and one that is damaged up to the damage.
-
-Knows packed bytes. Does not know files, lines or records (`reader.py`).
+All members and frames of a file are read, one after another, as by `gunzip` and `zstd -d`. A file
+that was cut off is read to its last byte, and a damaged one up to the damage.
 """
 
 from __future__ import annotations
@@ -20,33 +17,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MOST_TIMES = 250  # that a trace can become larger: the dullest that was tried becomes 76 times
-HARMLESS_BYTES = 4 * 2**20  # may be made of anything
+MOST_TIMES = 250  # a trace grows less when it is decompressed; the most seen in tests was 76 times
+HARMLESS_BYTES = 4 * 2**20  # no limit for files that stay below this size
 
 _GZIP, _ZSTD, _SKIPPABLE = "gzip", "zstd", "skippable"
-MAGIC = {  # what a packed file begins with
+MAGIC = {  # the first bytes of a compressed file
     b"\x1f\x8b": _GZIP,
     b"\x28\xb5\x2f\xfd": _ZSTD,
     **{bytes([first]) + b"\x2a\x4d\x18": _SKIPPABLE for first in range(0x50, 0x60)},
 }
-_SKIPPABLE_HEAD_BYTES = 8  # the magic, and how many bytes follow
-_WITH_GZIP_HEADER = 31  # zlib's number for its largest window, in gzip's frame
+_SKIPPABLE_HEAD_BYTES = 8  # the magic, and the number of bytes that follow
+_WITH_GZIP_HEADER = 31  # zlib's wbits for its largest window, with a gzip header
 _CHUNK_BYTES = 32 * 1024
-# A decompressor is given so little at once, since it may make 32,000 times as much of it, and since
-# what it made of a piece is lost if it finds a damage in it.
+# A decompressor gets small pieces, because its output may be 32,000 times as large, and because its
+# output of a piece is lost if the piece is damaged.
 _PIECE_BYTES = 128
 
 
 class UnpackError(ValueError):
-    """What is packed cannot be unpacked any further."""
+    """Compressed data cannot be decompressed any further."""
 
 
 class BombError(ValueError):
-    """It becomes so much larger that it can be no trace."""
+    """Decompressed, it becomes so much larger that it cannot be a trace."""
 
 
 def is_packed(path: Path) -> bool:
-    """Is this a file that is compressed? False if it cannot be read."""
+    """Is this a compressed file? False if it cannot be read."""
     try:
         with path.open("rb") as file:
             return _Source(file.read).kind() is not None
@@ -55,14 +52,14 @@ def is_packed(path: Path) -> bool:
 
 
 def unpacked(read: Callable[[int], bytes], num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """Give out a trace's bytes, as soon as they are there.
+    """Yield a trace's bytes, decompressed, as soon as they can be read.
 
     Args:
-        read: takes a number of bytes, returns at most so many; none at the end.
-        num_bytes: to read, and to give out, at once, at most.
+        read: takes a number of bytes, returns at most that many; b"" at the end.
+        num_bytes: maximum number to read, and to yield, at once.
 
     Raises:
-        UnpackError: it is damaged after what was given out, or was cut off before anything.
+        UnpackError: it is damaged after what was yielded, or was cut off before its first data.
         BombError: see there.
     """
     source = _Source(read, num_bytes)
@@ -92,11 +89,11 @@ def unpacked(read: Callable[[int], bytes], num_bytes: int = _CHUNK_BYTES) -> Ite
 
 
 class _Source:
-    """Packed bytes, as they come.
+    """Compressed input.
 
     Attributes:
-        data: what was read and is not used yet.
-        num_bytes: all that was read.
+        data: what was read and not used yet.
+        num_bytes: read so far.
         is_cut: does it end within a member, or within the magic of one?
     """
 
@@ -115,7 +112,7 @@ class _Source:
         return bool(chunk)
 
     def kind(self) -> str | None:
-        """What begins here; None if it is nothing packed, or the end."""
+        """The kind of member that begins here; None if it is not compressed, or at the end."""
         while any(magic != self.data and magic.startswith(self.data) for magic in MAGIC):
             if not self._more():
                 self.is_cut |= bool(self.data)
@@ -123,7 +120,7 @@ class _Source:
         return next((kind for magic, kind in MAGIC.items() if self.data.startswith(magic)), None)
 
     def member(self, kind: str) -> Iterator[bytes]:
-        """What the member, or frame, that begins here holds."""
+        """Decompress the member, or frame, that begins here."""
         if kind == _SKIPPABLE:
             self._skip()
         elif kind == _ZSTD:

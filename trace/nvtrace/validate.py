@@ -1,13 +1,13 @@
-"""Validate: is a file a trace, line by line? Every fault with its line number.
+"""Validate: check the format of a trace line by line. Every fault has its line number.
 
-Knows the format: the structs (which are the JSON Schema) and the rules of the envelope. Does not
-know what events mean: whether they fit together is `nvtrace.check`'s question.
+It checks the structs (which are the JSON Schema) and the rules of the envelope. Whether the events
+are consistent with each other is checked by `nvtrace.check`.
 
     header first and once; event_id 1, 2, 3 ... (with gaps if the header says that events were
-    dropped); ts_ns and step never go back; footer last, and it counts the events
+    dropped); ts_ns and step never decrease; footer last, with the right number of events
 
-A reader stops at the first line that is no record; this goes on. What a newer minor version may
-do (fields and events that are not known here) is no fault, nor is a trace without a footer.
+A reader stops at the first line that is not a record; this goes on. Unknown fields and events, of a
+newer minor version, are not faults, nor is a missing footer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Fault:
 
     Attributes:
         line: its number, from 1.
-        code: which rule it breaks; the words are in the catalogs, `validate_<code>`.
-        facts: what the words need.
+        code: the rule that it breaks; the message is in the catalogs, `validate_<code>`.
+        facts: the values in the message.
     """
 
     line: int
@@ -45,13 +45,13 @@ class Fault:
 
 
 class Validator:
-    """Takes in a file line by line.
+    """Checks a file line by line.
 
     Attributes:
         num_lines: lines so far that are not blank.
-        num_unknown: of them, events that only a newer version knows.
-        has_footer: has the footer come?
-        has_gaps: were events dropped on purpose?
+        num_unknown: how many of them are unknown events.
+        has_footer: was there a footer?
+        has_gaps: did processors drop events?
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Validator:
         self.has_footer = self.has_gaps = False
         self._is_filtered = False  # may events be missing?
         self._num_events = 0
-        self._last_id: int | None = 0  # None: the line before could not be read
+        self._last_id: int | None = 0  # None: the previous line could not be read
         self._last_ts_ns = self._last_step = 0
 
     def take(self, number: int, line: bytes) -> Iterator[Fault]:
-        """Take in one line. Yields what is wrong with it.
+        """Check one line. Yields its faults.
 
         Raises:
             NewerTraceError: it is the header of a newer major version.
@@ -97,7 +97,7 @@ class Validator:
         check_version({"version": [*header.version]})
 
     def _place(self, number: int, record: Event | Unknown | Footer) -> Iterator[Fault]:
-        """Numbers have no gaps; after one, counting goes on from there."""
+        """Check that event ids have no gaps; after a gap, count on from the new id."""
         self._num_events += not isinstance(record, Footer)
         event_id: object
         if isinstance(record, Unknown):
@@ -135,17 +135,17 @@ class Validator:
 def validate(
     source: str | Path, validator: Validator, *, warn: Callable[[str], None]
 ) -> Iterator[Fault]:
-    """Every fault of a trace, as it is read, in bounded memory.
+    """Yield every fault of a trace while reading it, in bounded memory.
 
     Args:
         source: see `nvtrace.reader.read_trace`.
-        validator: a new one; it has counted when this is over.
-        warn: takes a sentence about what is no fault, but not all one would wish.
+        validator: a new one; afterwards it has the counts.
+        warn: called with a message about something unusual that is not a fault.
 
     Raises:
-        UnreadableTraceError: no such file, an empty one, or one that is packed or encoded in a
-            way that is not read.
-        NewerTraceError: the trace's format is of a newer major version.
+        UnreadableTraceError: the file does not exist, is empty, or has an unknown compression or
+            encoding.
+        NewerTraceError: the trace's format has a newer major version.
     """
     name = name_of(source)
     with open_trace(source) as file:
@@ -169,7 +169,7 @@ def validate(
 
 
 def _read(line: bytes) -> tuple[Record | None, tuple[str, dict[str, Any]] | None]:
-    """The record, or (code, facts) of why it is none."""
+    """The record, or (code, facts) of the fault."""
     try:
         try:
             return decode_strictly(line), None
@@ -186,6 +186,6 @@ def _read(line: bytes) -> tuple[Record | None, tuple[str, dict[str, Any]] | None
 
 
 def _shown(value: object) -> str:
-    """A foreign value in a few characters."""
+    """A value from the file as text, shortened."""
     text = str(value) if isinstance(value, str | Exception) else json.dumps(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

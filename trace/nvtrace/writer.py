@@ -1,15 +1,11 @@
-"""TraceWriter: notes now, events later.
+"""TraceWriter: numbers events and writes them, with the header and the footer.
 
-Knows the clock, the numbering, the header and the footer. Does not know the engine (`recorder.py`
-tells it what to note) or what happens to an event on its way to the file (`pipeline.py`).
+During a step it only keeps (event, time, phase); `drain` fills in the envelope of each event and
+sends it through the pipeline (`pipeline.py`). So a step is slowed down little, and events that come
+before it is known whether the step is a prefill or a decode get the right phase.
 
-During a step it only keeps (event, time, phase); `drain` fills in each event's envelope and sends
-it down the pipeline. So a step is disturbed little, and the phase of what was said before the
-step's kind was known (was that block taken for a prefill?) can be filled in.
-
-An event that cannot be built, processed or encoded is lost alone: its number is missing in the
-trace, the first one is reported, and nothing of it is left for the next drain. Whatever is raised
-meanwhile, `close` ends the trace with a footer.
+If an event cannot be built, processed or encoded, only that event is lost: its number is missing in
+the trace, and the first loss is reported. Whatever is raised, `close` ends the trace with a footer.
 """
 
 from __future__ import annotations
@@ -39,11 +35,11 @@ Exit = Literal["ok", "error", "interrupted"]
 _NUM_ENVELOPE_FIELDS = len(Event.__struct_fields__)
 
 
-def said(error: BaseException) -> str:
-    """Return the message of `error`, whose own __str__ may fail."""
+def text_of(error: BaseException) -> str:
+    """Return the message of `error`, even if its __str__ fails."""
     try:
         return str(error)
-    except Exception as inner:  # noqa: BLE001 - anybody's
+    except Exception as inner:  # noqa: BLE001 - it may raise anything
         return f"(its message cannot be read: {type(inner).__name__})"
 
 
@@ -57,14 +53,14 @@ class TraceWriter:
         clock: in nanoseconds; the trace begins now.
 
     Attributes:
-        step: the engine_step that is under way; None between steps.
-        batch_phase: whether that step is a prefill or a decode.
-        num_events: events so far, those counted in that are not in the trace.
+        step: the number of the current step; None between steps.
+        batch_phase: the phase of that step's batch.
+        num_events: events so far, including dropped and lost ones.
         num_dropped: events that a processor dropped.
         num_lost: events that could not be written.
-        has_header: was the first line written?
+        has_header: was the header written?
         last: the event that was added last; None if that one could not be built.
-        run_id: which run this is, for the header. All ranks of a run have the same.
+        run_id: of the run, for the header. All ranks of a run have the same.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class TraceWriter:
         self.last: Event | None = None
         self._is_closed = False
         self._is_late = False
-        self._turn = RLock()  # one thread may close what another one's engine still writes
+        self._lock = RLock()  # a thread may close the trace while an engine in another one writes
         self._clock, self._anchor = clock, clock()
         self._anchor_unix = time.time_ns()
 
@@ -100,8 +96,8 @@ class TraceWriter:
         """Keep an event, built by `nvtrace.events.new`, until the next drain.
 
         Args:
-            event: its lists must not change any more. None is one that could not be built.
-            phase: its phase; None is that of the step's batch.
+            event: its lists must not change any more. None if it could not be built.
+            phase: None means that of the step's batch.
 
         Returns:
             Its time.
@@ -117,7 +113,7 @@ class TraceWriter:
         return now
 
     def add_joined(self, event: BlocksOfSeqs, phase: Phase | None = None) -> None:
-        """Keep what one sequence did to blocks, in one event with the same just before."""
+        """Keep a block operation of one sequence; merge it into the last event of the same kind."""
         last = self._notes[-1][0] if self._notes else None
         if not isinstance(last, BlocksOfSeqs) or type(last) is not type(event):
             self.add(event, phase)
@@ -136,14 +132,14 @@ class TraceWriter:
             self.sink.report(why)
 
     def drain(self) -> None:
-        """Number and write everything kept; flush; tell the tap."""
+        """Number and write all kept events, flush, and call the tap."""
         if self.sink.is_forked:
             self._notes.clear()
             self._say_once(
                 "this process is a fork, and the trace is its parent's: nothing is recorded here"
             )
             return
-        with self._turn:
+        with self._lock:
             events = [] if self._is_closed else self._write_notes()
             if events:
                 self.sink.flush()
@@ -152,21 +148,21 @@ class TraceWriter:
 
     def close(self, exit_: Exit, error_type: str | None = None) -> None:
         """Drain, write the footer, close the file. A second call, or a fork's, does nothing."""
-        if self.sink.is_forked:  # before it takes a turn: a thread that is not here may have it
+        if self.sink.is_forked:  # before the lock, which a thread of the parent may hold
             return
-        with self._turn:
+        with self._lock:
             if self._is_closed:
                 return
             try:
                 if not self.has_header:
                     self.write_header({}, {})
                 self.drain()
-            finally:  # the tap may fail, a processor may raise CancelledError
+            finally:  # the tap may raise, a processor may raise CancelledError
                 self._end(exit_, error_type)
 
     def _end(self, exit_: Exit, error_type: str | None) -> None:
         self._is_closed = True
-        self.num_events += len(self._notes)  # left by an interruption: their numbers are missing
+        self.num_events += len(self._notes)  # left after an interrupt: their numbers are missing
         try:
             self._write_frame(
                 Footer(
@@ -183,7 +179,7 @@ class TraceWriter:
     def _write_notes(self) -> list[Event]:
         events: list[Event] = []
         notes, emit, step = self._notes, self._emit, self.step
-        while notes:  # a note is dropped when it is written: an interruption loses none
+        while notes:  # a note is removed after it is written, so that an interrupt loses none
             event, ts_ns, phase = notes[0]
             if event is None:
                 notes.popleft()
@@ -195,7 +191,7 @@ class TraceWriter:
             force_setattr(event, "phase", phase or self.batch_phase)
             try:
                 is_written = emit(event)
-            except KeyboardInterrupt:  # it may strike anywhere: the note is not to blame
+            except KeyboardInterrupt:  # not the note's fault: keep it
                 raise
             except BaseException as error:
                 notes.popleft()
@@ -213,7 +209,7 @@ class TraceWriter:
     def _write_frame(self, record: Header | Footer) -> None:
         try:
             self._emit(record)
-        except BaseException as error:  # a processor's: without it the file is no trace
+        except BaseException as error:  # from a processor; the file needs this record
             self._lose("what a processor returned for the header or footer", error)
             self.sink.take(record)
             if not isinstance(error, Exception):
@@ -224,7 +220,7 @@ class TraceWriter:
         if self.num_lost == 1:
             self.sink.report(
                 f"{what} cannot be written and is missing in the trace "
-                f"({type(error).__name__}: {said(error)}); the run goes on"
+                f"({type(error).__name__}: {text_of(error)}); the run goes on"
             )
 
     def _encodable(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +237,7 @@ class TraceWriter:
         world_size: int = 1,
         gpu: str | None = None,
     ) -> None:
-        """Write the first line; `gpu` is the name of the one that computes, if one does."""
+        """Write the first line; `gpu` is the name of the GPU, if there is one."""
         self.has_header = True
         created = datetime.fromtimestamp(self._anchor_unix / 1e9, tz=UTC)
         self._write_frame(

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from nvtrace.caveats import saying_untimed, saying_whose
 from nvtrace.envelope import Footer, Header
-from nvtrace.reader import name_of, read_ranks
+from nvtrace.reader import name_of, read_first_rank, read_ranks
 from nvtrace.replay import InconsistentTraceError
-from nvtrace.summary import fold_alike, summarize
+from nvtrace.summarize import summarize
+from nvtrace.summary import fold_alike
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.records import records_of_first_rank, saying_untimed
-from nvtrace_cli.selection import requests_there
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel
 from nvtrace_cli.views.log import log_line
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from nvtrace.catalog import Catalog
+    from nvtrace.query import Selection
     from nvtrace.summary import RunSummary, StepSummary
-    from nvtrace_cli.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +139,27 @@ class Replay:
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
         """The run, with the steps in range; and those of them that are picked."""
         with reading_bar(self.source) as bar:
-            records = records_of_first_rank(self.source, self.warn, bar)
+            records = read_first_rank(self.source, warn=self.warn, watch=bar)
+            records = saying_whose(records, self.source, self.warn)
             records = saying_untimed(records, self.source, self.warn)
             run = summarize(records, is_wanted=self.selection.has_step)
         if run.broken is None:
-            self.selection.check(run, self.name)
+            self._refuse_missing(run)
         elif not run.steps:
             self._complain(run)
         return run, [step for step in run.steps if self.selection.picks_step(step)]
+
+    def _refuse_missing(self, run: RunSummary) -> None:
+        """Complain about steps and requests that the trace does not have."""
+        if run.last_step is not None and not run.steps:
+            extent = f"steps {run.first_step} to {run.last_step}"
+            raise UsageError(f"--steps selects no step: {self.name} has {extent}")
+        missing = sorted((self.selection.seq_ids or frozenset()) - run.requests.keys())
+        if missing:
+            known = (
+                f"requests {min(run.requests)} to {max(run.requests)}" if run.requests else "none"
+            )
+            raise UsageError(f"--seq {missing[0]}: no such request, {self.name} has {known}")
 
     def _complain(self, run: RunSummary) -> None:
         """Say what a trace is broken by, once all before it is shown."""
@@ -157,7 +170,7 @@ class Replay:
         """The requests to show: all, those asked for, or those that were there in these steps."""
         wanted: Collection[int] | None = self.selection.seq_ids
         if wanted is None and self.selection.has_bounds:
-            wanted = set().union(*map(requests_there, steps))
+            wanted = set().union(*(step.present for step in steps))
         return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
 
 

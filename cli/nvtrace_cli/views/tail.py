@@ -18,7 +18,7 @@ from nvtrace_cli.views.replay import coloured_log_line, print_line
 if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
     from nvtrace.envelope import Record
-    from nvtrace_cli.selection import Selection
+    from nvtrace.query import Selection
 
 
 class Log:

@@ -1,8 +1,8 @@
-"""Triton kernels: a decode step in few, large pieces.
+"""Triton kernels: a decode step in a few large kernels.
 
-A kernel that only starts and ends costs about 1 us, and a decode step in plain torch launches some
-forty of them a layer. Here a layer is seven. Each arrow is a tensor in the GPU's memory; what
-happens inside a box never leaves the chip:
+Starting and ending a kernel takes about 1 us, and a decode step in plain torch launches about forty
+in each layer. Here it is seven. Each arrow is a tensor in the GPU's memory; what is inside a box
+stays on the chip:
 
      stream ─────────┬───────────────────────────────────────────┐
                      v                                           │
@@ -12,7 +12,7 @@ happens inside a box never leaves the chip:
                      │ qkv                                       │
                      v                                           │
          +----------------------+                                │
-         | q norm, k norm, turn |  rotary ──> k_cache, v_cache   │
+         | q, k: norm and rotate|  rotary ──> k_cache, v_cache   │
          +----------------------+                  │             │
                      │ q                           │             │
                      v                             │             │
@@ -39,17 +39,17 @@ happens inside a box never leaves the chip:
          +----------------------+
                      │ stream
 
-That is with one row. With 2 to 16, the norms are kernels of their own, `norm.add_rms_norm`. With
-more, what was fused into the products stands alone: the norm does the addition before it, and
-`activation.silu_and_mul` comes between gate-up and down. Up to 256 rows, o and down are products of
-`split_matmul`, whose parts the norm adds up; the others, and all beyond, are cuBLAS's. How the
-contexts are shared out, `attention_plan` says once a step. After the last layer, `sampler.sample`
-goes from logits to tokens.
+This is for one row. With 2 to 16 rows, the norms are separate kernels, `norm.add_rms_norm`. With
+more rows, nothing is fused into the products: the norm does the addition before it, and
+`activation.silu_and_mul` comes between gate-up and down. Up to 256 rows, o and down use
+`split_matmul`, and the next norm adds up its parts; all other products use cuBLAS. Once per step,
+`attention_plan` divides the contexts among programs. After the last layer, `sampler.sample` samples
+the tokens.
 
-`grid` decides how work is cut into programs, without Triton: it can be read and tested anywhere.
-The other modules import Triton, and nobody imports them but who has a GPU. Each public function
-names the plain torch code that computes the same; that code is its oracle.
+`grid` computes how work is divided into programs. It imports no Triton, so it can be tested on any
+machine; the other modules are imported on GPUs only. Each public function names the plain torch
+code that is its oracle.
 
-Knows nothing of the model's modules, of contexts and of sequences: tensors in, tensors out. Never
-takes another path silently: what a kernel cannot do, it refuses with a ValueError.
+The kernels work on tensors only. They never fall back to another implementation: what a kernel
+cannot do is a ValueError.
 """

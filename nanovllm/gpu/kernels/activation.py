@@ -1,10 +1,8 @@
 r"""silu_and_mul: the gate of the MLP.
 
-        gate_up   [ gate ............ | up .............. ]
-                         \                  /
-        product       [ silu(gate) * up ]                         one program a piece of a row
-
-Knows rows only.
+gate_up   [ gate ............ | up .............. ]
+                 \                  /
+product       [ silu(gate) * up ]                  one program for each BLOCK of a row
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -37,7 +35,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         (num_tokens, intermediate_size), as `gate_up` is.
 
     Raises:
-        ValueError: there is no such half, or the tensor is not contiguous.
+        ValueError: a row has an odd number of columns, or the tensor is not contiguous.
     """
     require_shape((None, None), gate_up=gate_up)
     num_tokens, width = gate_up.shape
@@ -66,6 +64,6 @@ def _silu_and_mul(gate_up, product, size, block: tl.constexpr, is_early: tl.cons
 
 @triton.jit
 def gated(gate, up):
-    """silu(gate) * up, of float32 and the model's dtype; rounds after each, as `SiluAndMul`."""
+    """silu(gate) * up. `gate` is float32. Rounds to the dtype of `up` after each, as the oracle."""
     silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)

@@ -1,10 +1,10 @@
-"""plan_attention: who attends to what in a decode step, so that all programs end together.
+"""plan_attention: divides the contexts of a decode step, so that all programs end together.
 
-Contexts differ. With a program for each of them the longest decides, and the chip waits. So the
-tiles of all contexts are laid end to end, and every worker takes an equal run of them, whosever
-they are. (The idea is stream-K's, of matrix products: Osama and others, 2023.) To turn to another
-sequence takes a worker as long as two small tiles. So where tiles are small, two more are laid
-behind those of each, which hold nothing (and are not drawn here).
+Contexts have different lengths. With one program for each, all would wait for the longest. So the
+tiles of all contexts are put in one row, and every worker gets an equal run of them, across
+sequences. (The idea is from Stream-K, for matrix products: Osama et al., 2023.) A worker that
+begins another sequence needs as much time for that as for two small tiles. So if tiles are small,
+two empty ones are added after each sequence (not shown here).
 
         sequences        0             1                     2     3 (padding)
         tiles        | 0  1  2 | 3  4  5  6  7  8  9 10 | 11 12 |
@@ -15,17 +15,15 @@ behind those of each, which hold nothing (and are not drawn here).
                        0 0     0 1     1 1     1 1       1 2       first and last sequence
         shared         0 2     1 4      -       -         -        sequence and number of pieces
 
-Worker 4 has a piece of sequence 1, and sequence 2 to itself. Worker 0 is the first of two that
-share sequence 0, worker 1 the first of four that share sequence 1.
+Worker 4 has a piece of sequence 1, and all of sequence 2. Worker 0 is the first of two that share
+sequence 0, worker 1 the first of four that share sequence 1.
 
-A worker is as many programs as there are KV heads, side by side on the same pages. Its piece of a
-sequence is number `worker + seq`: from one piece to the next at least one of the two grows, so no
-two pieces share a number, and those of one sequence follow one another.
+A worker is one program for each KV head; all of them read the same blocks. Its piece of a sequence
+has the number `worker + seq`: from one piece to the next at least one of the two grows, so no two
+pieces have the same number, and the pieces of one sequence are consecutive.
 
-All 28 or so layers of a step have the same plan. It is made on the device, since a captured graph
-does not know the lengths of the contexts.
-
-Knows lengths. Who reads the plan is `paged_attention`.
+All layers of a step use the same plan. It is computed on the device, because the lengths of the
+contexts are not known when a graph is captured. `paged_attention` uses the plan.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -64,11 +62,11 @@ class AttentionPlan:
     Attributes:
         tiling: its `block_tokens` are a tile.
         num_workers: that share the tiles.
-        seq_ends: (num_seqs,) int32, the tile behind each sequence's last, the empty ones included.
-        runs: (num_workers, 4) int32, each worker's first tile, the tile behind its last, the
+        seq_ends: (num_seqs,) int32, the tile after each sequence's last, including empty ones.
+        runs: (num_workers, 4) int32, each worker's first tile, the tile after its last, the
             sequence of the first, and the sequence of the last.
-        shared: (num_workers, 2) int32, the sequence that a worker begins and others go on with,
-            and the number of its pieces: 0 where there is none.
+        shared: (num_workers, 2) int32, the sequence that a worker begins and others continue, and
+            the number of its pieces: 0 if there is no such sequence.
     """
 
     tiling: AttentionTiling
@@ -81,10 +79,10 @@ class AttentionPlan:
 def plan_attention(
     context_lens: Tensor, block_tables: Tensor, k_cache: Tensor, num_heads: int
 ) -> AttentionPlan:
-    """Share a step's contexts out among workers (flash-attn 3: get_scheduler_metadata).
+    """Divide a step's contexts among workers (flash-attn 3: get_scheduler_metadata).
 
     Args:
-        context_lens: (num_seqs,) int32, at least one; 0 for a padding row.
+        context_lens: (num_seqs,) int32, num_seqs > 0; 0 for a padding row.
         block_tables: (num_seqs, max_num_blocks), for its size.
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim), of any layer, for its size.
         num_heads: of the queries.
@@ -130,7 +128,7 @@ def _plan(
     num_empty_tiles: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    """One program a worker; each adds up all the lengths for itself."""
+    """One program for each worker; each of them adds up all the lengths."""
     let_next_start(is_early)
     wait_for_previous(is_early)
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
@@ -142,7 +140,7 @@ def _plan(
     num_all = tl.sum(num_tiles, axis=0)
     begin = _first_tile(worker, num_all, num_workers)
     end = _first_tile(worker + 1, num_all, num_workers)
-    # A tile is of the sequence before which all others end at or before it.
+    # A tile belongs to the first sequence that ends after it.
     first_seq = tl.sum((is_seq & (ends <= begin)).to(tl.int32), axis=0)
     last_seq = tl.sum((is_seq & (ends < end)).to(tl.int32), axis=0)
     run = runs + 4 * worker
@@ -163,16 +161,16 @@ def _plan(
 
 @triton.jit
 def num_tiles_of(context_len, block_tokens: tl.constexpr, num_empty_tiles: tl.constexpr):
-    """Return how many tiles a context is laid out in; none for padding."""
+    """Return the number of tiles of a context; 0 for padding."""
     num_tiles = tl.cdiv(context_len, block_tokens)
     return tl.where(num_tiles > 0, num_tiles + num_empty_tiles, 0)
 
 
 @triton.jit
 def _first_tile(worker, num_tiles, num_workers):
-    """Return where a worker's run of tiles begins. No two runs differ by more than one tile.
+    """Return the first tile of a worker's run. The lengths of runs differ by at most one tile.
 
-    Where there are fewer tiles than workers, the last workers have none.
+    If there are fewer tiles than workers, the last workers have none.
     """
     num_busy = tl.maximum(tl.minimum(num_workers, num_tiles), 1)
     return (tl.minimum(worker, num_busy).to(tl.int64) * num_tiles // num_busy).to(tl.int32)
@@ -180,6 +178,6 @@ def _first_tile(worker, num_tiles, num_workers):
 
 @triton.jit
 def _worker_of(tile, num_tiles, num_workers):
-    """Return the last worker whose run begins at or before a tile: the one that has it."""
+    """Return the worker whose run contains a tile: the last that begins at or before it."""
     num_busy = tl.minimum(num_workers, num_tiles)
     return (((tile + 1).to(tl.int64) * num_busy - 1) // tl.maximum(num_tiles, 1)).to(tl.int32)

@@ -1,16 +1,16 @@
-"""derive_inputs: what a decode step needs beside its tokens, from what the GPU has already.
+"""derive_inputs: computes the other inputs of a decode step from the positions, on the GPU.
 
-A row's position is enough to know the rest, so only positions, tables and seeds lie on the GPU, and
-a step that repeats the last batch uploads nothing:
+Only tokens, positions, block tables, seeds and temperatures are copied to the GPU, and for a step
+with the same batch as the last one nothing is copied:
 
         position         p      of the token to compute; -1 in a row that is padding
-        rope_positions   p      or 0: a row of a table that exists
+        rope_positions   p      or 0 in a row that is padding: the rotary table has no row -1
         slot_mapping     table[p / block_size] * block_size + p % block_size, or -1
         context_lens     p + 1
-        noise_keys       hash(seed, p + 1), for the token to be drawn
+        noise_keys       hash(seed, p + 1), for the token to be sampled
         is_greedy        temperature == 0
 
-Knows the arithmetic of `model_inputs.prepare_decode` and of `sampler._noise_key`: its oracles.
+The oracles are `model_inputs.prepare_decode` and `sampler._noise_key`.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -52,7 +52,7 @@ def derive_inputs(
         context_lens: (num_seqs,) int32, written.
         noise_keys: (2, num_seqs) int64, written: the lower and upper 32 bits.
         is_greedy: (num_seqs,) bool, written.
-        block_size: tokens in a page.
+        block_size: tokens in a block.
 
     Raises:
         ValueError: a shape does not fit.
@@ -92,8 +92,8 @@ def _derive_inputs(
     is_real = position >= 0
     tl.store(rope_positions + row, tl.maximum(position, 0))
     column = tl.maximum(position, 0) // block_size
-    page = tl.load(block_tables + row * table_width + column, mask=is_real, other=0).to(tl.int64)
-    slot = page * block_size + position % block_size
+    block = tl.load(block_tables + row * table_width + column, mask=is_real, other=0).to(tl.int64)
+    slot = block * block_size + position % block_size
     tl.store(slot_mapping + row, tl.where(is_real, slot, -1))
     tl.store(is_greedy + row, tl.load(temperatures + row) == 0)
     tl.store(context_lens + row, (position + 1).to(tl.int32))

@@ -1,34 +1,32 @@
-"""How work is cut into programs: plain numbers, decided on the host before anything is launched.
+"""How work is divided into programs: plain numbers, computed on the host before a launch.
 
-A captured graph launches the same grid for ever. So nothing here may depend on what the host does
-not know at capture: the lengths of the contexts are read on the device.
-
-Knows no tensor and no Triton.
+A captured graph always launches the same grid. So nothing here may depend on values that the host
+does not know at capture: the lengths of the contexts are read on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MIN_TOKENS_A_WORKER = 32  # less, and a program ends before its loads have got going
-MAX_NEIGHBOURS = 4  # attention's programs a multiprocessor: more have no registers
-MIN_BLOCK = 16  # rows, tokens or a head's numbers: the least that a tensor core multiplies
+MIN_TOKENS_A_WORKER = 32  # with fewer, a program is too short for its loads
+MAX_NEIGHBOURS = 4  # attention programs per multiprocessor: there are no registers for more
+MIN_BLOCK = 16  # rows, tokens or numbers of a head: the smallest size for a tensor core
 MAX_AHEAD = 4  # steps of a weight that the registers hold
-SHORT_ROW = 2048  # of a weight: 16 of them fit in the registers of a program
-SOME_SHARED_MEMORY = 96 * 1024  # a program's on an A10 is a little more; a T4 has 64 KiB
-LARGE_SHARED_MEMORY = 160 * 1024  # a program's on an A100 or better
-MIN_SPLIT_BLOCK = 64  # rows: the least that Hopper's tensor cores multiply at once
+SHORT_ROW = 2048  # of a weight: 16 such rows fit in the registers of a program
+SOME_SHARED_MEMORY = 96 * 1024  # bytes per program: an A10 has a little more; a T4 has 64 KiB
+LARGE_SHARED_MEMORY = 160 * 1024  # bytes per program: an A100 or newer has more
+MIN_SPLIT_BLOCK = 64  # rows: the smallest size for Hopper's tensor cores
 MAX_SPLIT_ROWS = 256
 MAX_SPLIT_WEIGHT = 8 * 1024 * 1024  # numbers: with larger weights an early start matters less
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a matrix product is cut.
+    """How a matrix product is divided.
 
     Attributes:
-        block_outputs: rows of the weight a program.
-        block_size: columns of the weight a step of the program's loop.
+        block_outputs: rows of the weight per program.
+        block_size: columns of the weight per step of the program's loop.
         num_warps: of a program, 32 threads each.
     """
 
@@ -39,15 +37,15 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiling:
-    """How a matrix product with some dozens of rows is cut.
+    """How a matrix product with 17 to 256 rows is divided.
 
     Attributes:
-        block_rows: rows of `x` a program.
-        block_outputs: rows of the weight a program.
-        block_size: columns of both a step of the program's loop.
-        num_parts: into which the columns are cut, a program each.
+        block_rows: rows of `x` per program.
+        block_outputs: rows of the weight per program.
+        block_size: columns of both per step of the program's loop.
+        num_parts: into which the columns are split, one program for each.
         num_warps: of a program, 32 threads each.
-        num_stages: steps that are loaded ahead of the arithmetic, and the one at work.
+        num_stages: steps in shared memory: those that are prefetched, and the one in use.
     """
 
     block_rows: int
@@ -60,16 +58,16 @@ class SplitTiling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiling:
-    """How a share of a context is cut.
+    """How the attention of a decode step is divided.
 
     Attributes:
-        block_tokens: keys a step of the program's loop.
+        block_tokens: keys per step of the program's loop.
         num_warps: of a program, 32 threads each.
-        num_stages: how far the loads are ahead of the arithmetic: 3, 5, 7 mean 1, 2, 3 steps
-            (each has two kinds of loads, the page's number and then what is on it).
-        num_neighbours: programs that share a multiprocessor.
-        num_empty_tiles: that the plan lays behind a sequence's, for the time it takes to turn to
-            another one.
+        num_stages: how many loads are prefetched: 3, 5, 7 mean 1, 2, 3 steps (each step has two
+            loads, the block id and then the contents of the block).
+        num_neighbours: programs per multiprocessor.
+        num_empty_tiles: added after each sequence in the plan, for the time that beginning another
+            sequence takes.
     """
 
     block_tokens: int
@@ -81,12 +79,12 @@ class AttentionTiling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """How a prefill's attention is cut.
+    """How the attention of a prefill is divided.
 
     Attributes:
-        block_rows: queries a program.
-        block_tokens: keys a step of the program's loop.
-        num_stages: steps that are loaded ahead of the arithmetic, and the one at work.
+        block_rows: queries per program.
+        block_tokens: keys per step of the program's loop.
+        num_stages: steps in shared memory: those that are prefetched, and the one in use.
     """
 
     block_rows: int
@@ -100,7 +98,7 @@ def next_power_of_two(size: int) -> int:
 
 
 def ceil_div(size: int, part: int) -> int:
-    """Return how many parts of that size hold `size`."""
+    """Return `size / part`, rounded up."""
     return -(-size // part)
 
 
@@ -111,20 +109,20 @@ def choose_workers(
     tiling: AttentionTiling,
     num_multiprocessors: int,
 ) -> int:
-    """Return among how many workers the contexts of a decode step are shared out.
+    """Return the number of workers that share the contexts of a decode step.
 
-    A worker is one program for each KV head. There are as many as the chip runs at once, so that
-    all start together, and since their shares are equal, all end together.
+    A worker is one program for each KV head. There are as many as the GPU can run at once, so all
+    start together; their shares are equal, so all end together.
 
     Args:
         num_seqs: rows of the step, padding included.
         num_kv_heads: of this rank.
-        max_context: the longest context there can be, in tokens.
+        max_context: the longest possible context, in tokens.
         tiling: of the programs.
         num_multiprocessors: of the GPU.
 
     Returns:
-        At least 1, and no more than there can be work for.
+        At least 1, and no more than can have work.
 
     Raises:
         ValueError: a number is not positive.
@@ -146,21 +144,21 @@ def choose_attention_tiling(
     num_multiprocessors: int,
     shared_memory_bytes: int,
 ) -> AttentionTiling:
-    """Return the steps of a decode step's attention.
+    """Return how the attention of a decode step is divided.
 
-    Where several programs share a multiprocessor, small steps of many keep the memory busy. There
-    must be just as many as fit: with fewer, one multiprocessor gets more of them than another, and
-    the equal shares of its programs take longer. Where each is alone, it must ask for more at a
-    time, if there is room for it. (Where only one fits, two of small steps take turns.) Heads that
-    are so large that not even one program fits get smaller steps. (If they are of 256 and the rows
-    more than 32, there is still no room on an A10 in float32, nor on a T4.)
+    If several programs share a multiprocessor, small steps keep the memory busy. There must be
+    exactly as many programs as fit: with fewer, one multiprocessor gets more programs than another,
+    and these take longer. If a program has a multiprocessor alone, its steps must be larger, if the
+    shared memory allows it. (If only one fits, two programs with small steps take turns.) With
+    heads so large that not even one program fits, the steps are smaller. (Heads of 256 with more
+    than 32 rows still do not fit on an A10 in float32, nor on a T4.)
 
     Args:
         num_programs: sequences times KV heads.
         num_rows: `num_query_rows` of a program.
-        head_bytes: one token's key of one head.
+        head_bytes: bytes of the key of one token and one head.
         num_multiprocessors: of the GPU.
-        shared_memory_bytes: that one program may take.
+        shared_memory_bytes: that one program may use.
     """
     is_crowded = num_programs > num_multiprocessors or shared_memory_bytes < LARGE_SHARED_MEMORY
     if is_crowded:
@@ -170,9 +168,9 @@ def choose_attention_tiling(
     else:
         block_tokens, num_warps, num_stages = 64, 4, 9
     while attention_bytes(num_rows, block_tokens, num_stages, head_bytes) > shared_memory_bytes:
-        if block_tokens > 32:  # noqa: PLR2004 -- tokens: fewer cost more than fewer steps ahead
+        if block_tokens > 32:  # noqa: PLR2004 -- tokens: below that, fewer stages are better
             block_tokens //= 2
-        elif num_stages > 3:  # noqa: PLR2004 -- one step ahead
+        elif num_stages > 3:  # noqa: PLR2004 -- one step is prefetched
             num_stages -= 2
         else:
             block_tokens = MIN_BLOCK
@@ -190,13 +188,13 @@ def num_query_rows(group: int) -> int:
 
 
 def attention_bytes(num_rows: int, block_tokens: int, num_stages: int, head_bytes: int) -> int:
-    """Return the shared memory that a program of a decode's attention takes at most.
+    """Return the maximum shared memory of a program of a decode's attention, in bytes.
 
-    That is keys and values of the `(num_stages - 1) // 2` steps ahead, the queries, and a row of
-    scores for each of them. With more than 16 rows the compiler moves scores and keys to and fro:
-    once more of both. (Measured: what the compiler says of 16 and 32 bit, 16 to 64 rows, heads of
-    32 to 256, compute capabilities from 8.0 to 12.0. Pages that are no multiple of a tile take up
-    to 1 KiB more, which changes no choice made here.)
+    It holds keys and values of the `(num_stages - 1) // 2` prefetched steps, the queries, and a row
+    of scores for each of them. With more than 16 rows the compiler needs another copy of scores and
+    keys. (Measured from the compiler's output, with 16 and 32 bit, 16 to 64 rows, heads of 32 to
+    256, compute capabilities from 8.0 to 12.0. A block size that is not a multiple of a tile takes
+    up to 1 KiB more, which changes no choice here.)
     """
     num_moved = 0 if num_rows == MIN_BLOCK else 1
     num_keys = ((num_stages - 1) // 2 * 2 + num_moved) * block_tokens
@@ -205,11 +203,11 @@ def attention_bytes(num_rows: int, block_tokens: int, num_stages: int, head_byte
 
 
 def choose_prefill_tiling(head_bytes: int, shared_memory_bytes: int) -> PrefillTiling:
-    """Return how a prefill's attention is cut: as large as fits, up to 64 rows and 64 keys.
+    """Return how the attention of a prefill is divided: as large as fits, up to 64 rows and keys.
 
     Args:
-        head_bytes: one token's key of one head.
-        shared_memory_bytes: that one program may take.
+        head_bytes: bytes of the key of one token and one head.
+        shared_memory_bytes: that one program may use.
     """
     for cut in ((64, 64, 3), (64, 32, 3), (64, 16, 3), (32, 16, 3), (16, 16, 3)):
         tiling = PrefillTiling(*cut)
@@ -219,20 +217,20 @@ def choose_prefill_tiling(head_bytes: int, shared_memory_bytes: int) -> PrefillT
 
 
 def prefill_bytes(tiling: PrefillTiling, head_bytes: int) -> int:
-    """Return the shared memory that a program of a prefill's attention takes at most.
+    """Return the maximum shared memory of a program of a prefill's attention, in bytes.
 
-    (Measured as in `attention_bytes`. Heads of less than 256 bytes take a little more, and fit
-    anywhere.)
+    (Measured as in `attention_bytes`. Heads of less than 256 bytes take a little more, but fit on
+    every GPU.)
     """
     num_keys_and_values = (tiling.num_stages - 1) * tiling.block_tokens * 2
     return (num_keys_and_values + 2 * tiling.block_rows) * head_bytes
 
 
 def choose_row_tiling(size: int) -> Tiling:
-    """Return the tiling of a product with one row, which is done in one step.
+    """Return the tiling of a product with one row, which is computed in one step.
 
-    Few rows of the weight a program: many small programs start one after another, and so the first
-    ones of a kernel find room while the kernel before it still runs.
+    Each program has few rows of the weight: the programs are small and many, so the first ones can
+    start while the previous kernel still runs.
     """
     block_size = next_power_of_two(size)
     block_outputs = max(min(4, 16384 // block_size), 1)  # more would not fit in the registers
@@ -246,9 +244,9 @@ def choose_skinny_tiling(
 
     Args:
         size: of a row of the weight.
-        num_weights: 2 where gate and up are done at once, else 1.
-        number_bytes: of a number of the weight.
-        shared_memory_bytes: that one program may take.
+        num_weights: 2 if gate and up are computed together, else 1.
+        number_bytes: bytes of a number of the weight.
+        shared_memory_bytes: that one program may use.
     """
     has_room = shared_memory_bytes >= SOME_SHARED_MEMORY
     block_outputs = 16 if has_room and num_weights == 1 and size <= SHORT_ROW else 8
@@ -261,15 +259,15 @@ def choose_skinny_tiling(
 
 
 def num_skinny_ahead(tiling: Tiling, size: int, num_weights: int) -> int:
-    """Return how many steps of a weight are loaded before anything else, into registers."""
+    """Return how many steps of a weight are first loaded into registers."""
     return min(ceil_div(size, tiling.block_size), MAX_AHEAD // num_weights)
 
 
 def skinny_bytes(tiling: Tiling, size: int, num_weights: int, number_bytes: int) -> int:
-    """Return the shared memory that a program of `skinny_matmul` takes at most.
+    """Return the maximum shared memory of a program of `skinny_matmul`, in bytes.
 
-    That is a step of the rows, and the weights' of all steps that were loaded ahead, on their way
-    to the tensor cores; of a very long row, two steps of both. (Measured as in `attention_bytes`.)
+    It holds one step of the rows and the prefetched steps of the weight; for a very long row, two
+    steps of both. (Measured as in `attention_bytes`.)
     """
     num_ahead = num_skinny_ahead(tiling, size, num_weights)
     a_step = tiling.block_outputs * num_weights
@@ -287,18 +285,19 @@ def choose_split_tiling(
     num_multiprocessors: int,
     shared_memory_bytes: int,
 ) -> SplitTiling | None:
-    """Return how to split a product with some dozens of rows, None where cuBLAS is faster.
+    """Return how to split a product with 17 to 256 rows; None if cuBLAS is faster.
 
-    Each program takes more than half of Hopper's shared memory: two that start early on the same
-    multiprocessor, while the kernel before holds the others, would take twice as long.
+    Each program uses more than half of Hopper's shared memory, so that no two of them start on the
+    same multiprocessor while the previous kernel still uses the others: they would take twice as
+    long.
 
     Args:
         num_rows: of `x`.
         num_outputs: rows of the weight.
         size: of a row of either.
-        number_bytes: of a number of either.
+        number_bytes: bytes of a number of either.
         num_multiprocessors: of the GPU.
-        shared_memory_bytes: that one program may take.
+        shared_memory_bytes: that one program may use.
     """
     if num_rows > MAX_SPLIT_ROWS or num_outputs * size > MAX_SPLIT_WEIGHT:
         return None
@@ -311,7 +310,7 @@ def choose_split_tiling(
         num_parts *= 2
     bytes_of_a_stage = (block_rows + MIN_SPLIT_BLOCK) * block_size * number_bytes
     num_stages = min(4 if is_small else 5, shared_memory_bytes // bytes_of_a_stage)
-    if num_parts == 1 or num_stages < 2:  # noqa: PLR2004 -- the one at work, and one ahead
+    if num_parts == 1 or num_stages < 2:  # noqa: PLR2004 -- one in use, and one prefetched
         return None
     num_warps = 4 if is_small else 8
     return SplitTiling(block_rows, MIN_SPLIT_BLOCK, block_size, num_parts, num_warps, num_stages)

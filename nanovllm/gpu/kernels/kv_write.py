@@ -1,9 +1,6 @@
-"""write_kv: the keys and values of a step's new tokens, into their slots of the pages.
+"""write_kv: writes the keys and values of a step's new tokens into their slots of the cache.
 
-One program a token copies a row of K and a row of V to where the slot mapping says. (A step that
-runs fused does this in `rotary`, in passing.)
-
-Knows slots, not pages.
+One program for each token copies a row of K and a row of V. (In a fused step, `rotary` does this.)
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -26,7 +23,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Write keys and values into their slots. The oracle is `SdpaBackend.write_kv`.
 
     Args:
-        k: (num_tokens, num_kv_heads, head_dim); a token's heads side by side in memory.
+        k: (num_tokens, num_kv_heads, head_dim); the heads of a token contiguous in memory.
         v: the same.
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim), written to.
         v_cache: the same, written to.

@@ -1,19 +1,17 @@
-"""What all kernels share: how they follow one another, and how they refuse bad input.
+"""What all kernels share: how one launches after another, and checks of their arguments.
 
-From Hopper on, a kernel may start before the one before it has ended (Programmatic Dependent
-Launch). It does whatever needs no result of its predecessor, and then waits:
+From Hopper on, a kernel may start early, before the previous one has ended (Programmatic Dependent
+Launch, PDL). It does what does not need the results of the previous kernel, and then waits:
 
         kernel 1   [ start | work .................. ]
         kernel 2                  [ start | weights | wait ][ work ............ ]
         time       ------------------------------------------------------------->
 
-So the start of a kernel, and its first loads, cost nothing. Two rules keep it right: every program
-waits before it touches what another kernel writes or reads, and every kernel waits, also the one
-that needs nothing, so that "my predecessor has ended" means "all of them have". (The embedding is a
-kernel of torch's own, launched the ordinary way: it starts when all before it has ended. So what
-was written before it the layers may read at once: a step's positions and slots.)
-
-Knows no layer.
+So the start of a kernel and its first loads take no extra time. Two rules keep it correct: every
+program waits before it uses memory that another kernel reads or writes; and every kernel waits,
+even one that does not need it, so that when the previous kernel has ended, all before it have too.
+(The embedding is a kernel of torch, launched normally: it starts when all kernels before it have
+ended. So the layers can read what was written before it without waiting: positions and slots.)
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -40,27 +38,27 @@ def let_next_start(is_early: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(is_early: tl.constexpr):
-    """Wait until all that earlier kernels have written can be seen."""
+    """Wait until the previous kernels have ended, and what they have written is visible."""
     if is_early:
         gdc_wait()
 
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Say whether kernels on this device may start before their predecessor has ended."""
+    """Say whether kernels on this device may start before the previous one has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Return what every launch of a kernel that waits is given: one word for us, one for Triton."""
+    """Return the arguments for a launch of a kernel that waits: our own one, and Triton's."""
     is_early = starts_early(device)
     return {"is_early": is_early, "launch_pdl": is_early}
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return how many programs can run side by side, each alone on its part of the chip."""
+    """Return the number of the GPU's multiprocessors; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -68,7 +66,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """Return how much of a multiprocessor's shared memory one program may take."""
+    """Return how much shared memory, in bytes, one program may use; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -76,10 +74,10 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def require_shape(shape: tuple[int | None, ...], **tensors: Tensor) -> None:
-    """Refuse a tensor that is not of that shape (None: any size) or not contiguous.
+    """Check that tensors have a shape (None: any size) and are contiguous.
 
     Raises:
-        ValueError: says which, and what was expected.
+        ValueError: the message has the tensor's name, and what was expected.
     """
     for name, tensor in tensors.items():
         is_of_shape = tensor.dim() == len(shape) and all(
@@ -93,10 +91,10 @@ def require_shape(shape: tuple[int | None, ...], **tensors: Tensor) -> None:
 
 
 def require_same_dtype(**tensors: Tensor | None) -> None:
-    """Refuse tensors that are not all of one floating-point dtype.
+    """Check that all tensors have the same dtype.
 
     Raises:
-        ValueError: names each tensor's dtype.
+        ValueError: the message has each tensor's dtype.
     """
     dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(dtypes.values())) > 1:
@@ -105,10 +103,10 @@ def require_same_dtype(**tensors: Tensor | None) -> None:
 
 
 def require_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Refuse heads that the attention kernels cannot pack.
+    """Check that the attention kernels support these heads.
 
     Raises:
-        ValueError: says which number, and what would do.
+        ValueError: the message has the numbers, and what is supported.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(

@@ -1,13 +1,11 @@
-"""add_rms_norm: the residual addition and the norm after it, in one pass.
+"""add_rms_norm: the residual addition and the norm after it, in one kernel.
 
         x         ──┐
                     + ──> residual ──> mean of squares ──> * weight ──> normed
         residual  ──┘
 
-One program a row. The row is read once and stays in registers between the two sums. Where `x` comes
-in parts, as `split_matmul` leaves them, they are added up on the way in.
-
-Knows rows only.
+One program for each row. The row is read once and stays in registers. If `x` is the output of
+`split_matmul`, its parts are added up first.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -39,14 +37,13 @@ def add_rms_norm(
     The oracle is `RMSNorm.add_and_norm`: the same sums, rounded at the same places.
 
     Args:
-        x: (num_tokens, size), or (num_parts, num_tokens, size) float32 whose sum over the parts
-            is meant.
-        residual: (num_tokens, size); None where `x`, then not in parts, begins the stream.
+        x: (num_tokens, size); or (num_parts, num_tokens, size) float32, whose parts are added up.
+        residual: (num_tokens, size); None if `x`, then without parts, begins the stream.
         weight: (size,).
         eps: added to the mean square.
 
     Returns:
-        The normed sum, and the sum (`x` itself where there was no residual), as `weight` is.
+        The normed sum, and the sum (`x` itself if there was no residual), in the weight's dtype.
 
     Raises:
         ValueError: a shape or dtype does not fit.

@@ -1,22 +1,20 @@
-"""paged_attention: from one new token of each sequence to its whole context, through the pages.
+"""paged_attention: attention of one new token of each sequence to its whole context in the cache.
 
-`attention_plan` cuts the contexts into tiles and gives each worker an equal run of them. A worker
-is one program for each KV head. The heads of the queries that share a KV head are packed into the
-rows of one small matrix, so that each key and each value is read once:
+`attention_plan` divides the contexts into tiles and gives each worker an equal run of them. A
+worker is one program for each KV head. The query heads that share a KV head are the rows of one
+small matrix, so that each key and each value is read once:
 
         q      (rows, head_dim)        rows: num_heads / num_kv_heads, padded to 16
-        tile   (block_tokens, head_dim)  gathered from the pages by the block table
+        tile   (block_tokens, head_dim)  gathered from the blocks by the block table
         keep   the largest score so far, the sum of weights, the weighted sum of values
                (Milakov and Gimelshein's online softmax)
 
-A sequence that one worker has to itself is then done. Of one that several share, each leaves its
-piece: the weighted mean and the logarithm of its sum. A second kernel combines them:
+If one worker has the whole sequence, that is the result. If several share it, each writes its
+piece, the weighted mean and the logarithm of the sum of weights, and a second kernel combines them:
 
         worker 3   ... | sequence 7 |--\
         worker 4   |    sequence 7    |--+--> out[7]
         worker 5   | sequence 7 | ...  --/
-
-Knows pages, tables and plans. Who writes the pages is `rotary`.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -42,7 +40,7 @@ from nanovllm.gpu.kernels.launch import (
 )
 
 PIECES_AT_ONCE = 16  # that are combined in one step
-LOWEST = tl.constexpr(-1e30)  # a logarithm of nothing, of which differences are no NaN
+LOWEST = tl.constexpr(-1e30)  # instead of -infinity, whose differences are NaN
 
 
 def paged_attention(
@@ -54,16 +52,16 @@ def paged_attention(
     scale: float,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Attend from one new token a sequence, already written, to its whole context.
+    """Attention of one new token of each sequence, already in the cache, to its whole context.
 
     The oracle is `SdpaBackend.decode`. (vLLM: paged_attention_v2; flash-attn:
-    flash_attn_with_kvcache.) Any block size will do; a multiple of the tile's 32 tokens is fastest.
+    flash_attn_with_kvcache.) Any block size is possible; a multiple of 32 is fastest.
 
     Args:
         q: (num_seqs, num_heads, head_dim).
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim).
         v_cache: the same.
-        block_tables: (num_seqs, max_num_blocks) int32, each sequence's pages in order.
+        block_tables: (num_seqs, max_num_blocks) int32, each sequence's blocks in order.
         context_lens: (num_seqs,) int32; 0 for a padding row, whose result is zeros.
         scale: of the scores, before the softmax.
         plan: `plan_attention` of these `context_lens`; made here if None.
@@ -96,7 +94,7 @@ def paged_attention(
     _attend[(num_kv_heads, plan.num_workers)](
         *(q, k_cache, v_cache, block_tables, context_lens),
         *(plan.seq_ends, plan.runs, means, log_sums, out),
-        scale / math.log(2),  # the kernel's powers are those of 2
+        scale / math.log(2),  # the kernel uses powers of 2 instead of e
         block_tables.shape[1],
         group=group,
         block_rows=num_query_rows(group),
@@ -205,12 +203,12 @@ def _attend_to(
     for first in range(begin, end, block_tokens):
         tokens = first + tl.arange(0, block_tokens)
         is_in = tokens < end
-        if block_size % block_tokens == 0:  # all of the tile lies in one page
-            page = tl.load(table + first // block_size).to(tl.int64)
-            slots = page * block_size + first % block_size + tl.arange(0, block_tokens)
+        if block_size % block_tokens == 0:  # the whole tile is in one block
+            block_id = tl.load(table + first // block_size).to(tl.int64)
+            slots = block_id * block_size + first % block_size + tl.arange(0, block_tokens)
         else:
-            pages = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
-            slots = pages * block_size + tokens % block_size
+            block_ids = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
+            slots = block_ids * block_size + tokens % block_size
         places = (slots * num_kv_heads + kv_head)[:, None] * head_dim + columns
         keys = tl.load(k_cache + places, mask=is_in[:, None], other=0.0)
         # One row a query, one column a token, as powers of 2.
@@ -241,7 +239,7 @@ def _combine(
     block_pieces: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    """Combine all pieces of the sequence that a worker has begun and others went on with."""
+    """Combine all pieces of the sequence that this worker begins and others continue."""
     let_next_start(is_early)
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     worker, num_workers = tl.program_id(1), tl.num_programs(1)
@@ -253,7 +251,7 @@ def _combine(
     is_padding = tl.load(context_lens + rows, mask=rows < num_seqs, other=1) == 0
     places = (rows.to(tl.int64) * num_heads + head)[:, None] * head_dim + columns[None, :]
     nothing = tl.zeros((block_rows, head_dim), dtype=out.dtype.element_ty)
-    tl.store(out + places, nothing, mask=is_padding[:, None])  # no worker's work
+    tl.store(out + places, nothing, mask=is_padding[:, None])  # padding is in no worker's run
 
     if num_pieces > 0:
         largest = tl.full((), LOWEST, dtype=tl.float32)

@@ -1,15 +1,15 @@
-"""prefill_attention: from many new tokens of each sequence to all before them, causally.
+"""prefill_attention: causal attention of the new tokens of each sequence to its whole context.
 
         new tokens are the last of the context             one program: one head, one block of rows
                     k0 k1 k2 k3 k4 k5 k6
-              q4  [  x  x  x  x  x  .  .  ]                 it goes through the tiles of keys from
-              q5  [  x  x  x  x  x  x  .  ]                 the left, as far as its last row sees
-              q6  [  x  x  x  x  x  x  x  ]
+              q4  [  x  x  x  x  x  .  .  ]                 its loop goes over the tiles of keys
+              q5  [  x  x  x  x  x  x  .  ]                 from the left, up to the last key that
+              q6  [  x  x  x  x  x  x  x  ]                 its last row attends to
 
-Keys and values come in one piece, or, where something is cached, from the pages.
+Keys and values are read from one tensor, or, if something is cached, from the blocks.
 
-Tuned for nothing but 64 rows and 64 keys a step, which is about as fast as flash-attn 2 on Hopper.
-(Less where a head is so large, or a GPU so small, that these do not fit.)
+With 64 rows and 64 keys per step it is about as fast as flash-attn 2 on Hopper. (The steps are
+smaller if these do not fit, with large heads or on a small GPU.)
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -47,15 +47,16 @@ def prefill_attention(
     scale: float,
     block_tables: Tensor | None = None,
 ) -> Tensor:
-    """Attend from any number of new tokens a sequence to its whole context, causally.
+    """Causal attention of the new tokens of each sequence, any number, to its whole context.
 
     The oracle is `SdpaBackend.prefill`. (vLLM and flash-attn: flash_attn_varlen_func.)
 
     Args:
         q: (num_tokens, num_heads, head_dim).
         k: without `block_tables` (num_context_tokens, num_kv_heads, head_dim), all contexts one
-            after another; with them the pages, (num_blocks, block_size, num_kv_heads, head_dim).
-            Only heads must be in one piece: a view of packed rows will do.
+            after another; with them the cache, (num_blocks, block_size, num_kv_heads, head_dim).
+            Without `block_tables`, only the heads of a token must be contiguous: a view of the qkv
+            product is possible.
         v: the same.
         cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens.
         cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths.
@@ -78,8 +79,8 @@ def prefill_attention(
     require_shape((num_seqs + 1,), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_tables is not None:
         require_shape((num_seqs, None), block_tables=block_tables)
-    _require_keys("k", k, num_kv_heads, head_dim, has_pages=block_tables is not None)
-    _require_keys("v", v, num_kv_heads, head_dim, has_pages=block_tables is not None)
+    _require_keys("k", k, num_kv_heads, head_dim, has_tables=block_tables is not None)
+    _require_keys("v", v, num_kv_heads, head_dim, has_tables=block_tables is not None)
     out = torch.empty_like(q)
     if num_tokens:
         tiling = choose_prefill_tiling(head_dim * q.element_size(), shared_memory_bytes(q.device))
@@ -91,7 +92,7 @@ def prefill_attention(
             cu_seqlens_k,
             block_tables,
             out,
-            scale / math.log(2),  # the kernel's powers are those of 2
+            scale / math.log(2),  # the kernel uses powers of 2 instead of e
             0 if block_tables is None else block_tables.shape[1],
             k.stride(-3),
             v.stride(-3),
@@ -99,7 +100,7 @@ def prefill_attention(
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
             block_size=1 if block_tables is None else k.shape[1],
-            has_pages=block_tables is not None,
+            has_tables=block_tables is not None,
             block_rows=tiling.block_rows,
             block_tokens=tiling.block_tokens,
             num_warps=NUM_WARPS,
@@ -110,16 +111,16 @@ def prefill_attention(
 
 
 def _require_keys(
-    name: str, keys: Tensor, num_kv_heads: int, head_dim: int, *, has_pages: bool
+    name: str, keys: Tensor, num_kv_heads: int, head_dim: int, *, has_tables: bool
 ) -> None:
-    """Refuse keys (or values) whose heads are not in one piece, or whose pages are not."""
-    if keys.shape[-2:] != (num_kv_heads, head_dim) or keys.dim() != (4 if has_pages else 3):
-        pages = "(num_blocks, block_size" if has_pages else "(num_context_tokens"
+    """Check shape and strides of keys or values: contiguous heads, and a contiguous cache."""
+    if keys.shape[-2:] != (num_kv_heads, head_dim) or keys.dim() != (4 if has_tables else 3):
+        rows = "(num_blocks, block_size" if has_tables else "(num_context_tokens"
         raise ValueError(
-            f"{name} must have the shape {pages}, {num_kv_heads}, {head_dim}), "
+            f"{name} must have the shape {rows}, {num_kv_heads}, {head_dim}), "
             f"not {tuple(keys.shape)}."
         )
-    if keys.stride()[-2:] != (head_dim, 1) or (has_pages and not keys.is_contiguous()):
+    if keys.stride()[-2:] != (head_dim, 1) or (has_tables and not keys.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, not of the strides {keys.stride()}.")
 
 
@@ -140,7 +141,7 @@ def _attend_causally(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
-    has_pages: tl.constexpr,
+    has_tables: tl.constexpr,
     block_rows: tl.constexpr,
     block_tokens: tl.constexpr,
     is_early: tl.constexpr,
@@ -158,7 +159,7 @@ def _attend_causally(
     columns = tl.arange(0, head_dim)[None, :]
     places = ((begin_q + rows).to(tl.int64) * num_heads + head)[:, None] * head_dim + columns
     queries = tl.load(q + places, mask=is_row[:, None], other=0.0)
-    positions = context_len - num_new + rows  # of the rows, in their sequence
+    positions = context_len - num_new + rows  # of the rows' tokens in their sequence
     largest = tl.full((block_rows,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((block_rows,), dtype=tl.float32)
     values_sum = tl.zeros((block_rows, head_dim), dtype=tl.float32)
@@ -167,10 +168,10 @@ def _attend_causally(
     for first in range(0, end, block_tokens):
         tokens = first + tl.arange(0, block_tokens)
         is_in = tokens < context_len
-        if has_pages:
+        if has_tables:
             table = block_tables + seq * max_num_blocks
-            pages = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
-            slots = pages * block_size + tokens % block_size
+            block_ids = tl.load(table + tokens // block_size, mask=is_in, other=0).to(tl.int64)
+            slots = block_ids * block_size + tokens % block_size
         else:
             slots = (begin_k + tokens).to(tl.int64)
         offsets = (head // group) * head_dim + columns

@@ -1,16 +1,14 @@
-"""qk_norm_rope_write: all that lies between the q k v product and attention, in one pass.
+"""qk_norm_rope_write: all that is between the qkv product and attention, in one kernel.
 
-One program a token. It reads the token's packed row as a table of heads, each in two halves, so
-that the two numbers of a pair, which turn together, are in the same place of two tables:
+One program for each token. It reads the token's row as two tables of half heads, so that the two
+numbers of a pair, which are rotated together, have the same place in both tables:
 
                        first half     second half
-        q heads      [ x_0 x_1 ... | x_h x_(h+1) ... ]   norm, turn ──> q
-        k heads      [             |                 ]   norm, turn ──> k_cache[slot]
-        v heads      [             |                 ]              ──> v_cache[slot]
+        q heads      [ x_0 x_1 ... | x_h x_(h+1) ... ]   norm, rotate ──> q
+        k heads      [             |                 ]   norm, rotate ──> k_cache[slot]
+        v heads      [             |                 ]                ──> v_cache[slot]
 
-Rounds to the model's dtype where `RMSNorm` and `Rotation` do.
-
-Knows slots, not sequences.
+It rounds to the model's dtype where `RMSNorm` and `Rotation` do.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -47,7 +45,7 @@ def qk_norm_rope_write(
     num_kv_heads: int,
     k_out: Tensor | None = None,
 ) -> Tensor:
-    """Norm and turn the queries and keys, and write the keys and values into their slots.
+    """Norm and rotate the queries and keys, and write the keys and values into their slots.
 
     The oracle is `RMSNorm`, `Rotation.apply` and `SdpaBackend.write_kv`, one after another. (vLLM
     has rotary_embedding and reshape_and_cache.)
@@ -64,8 +62,8 @@ def qk_norm_rope_write(
         v_cache: the same, written to.
         num_heads: of the queries.
         num_kv_heads: of the keys, and of the values.
-        k_out: (num_tokens, num_kv_heads, head_dim), written to if given: the keys in one piece,
-            for a prefill with nothing cached.
+        k_out: (num_tokens, num_kv_heads, head_dim); if given, the keys are also written to it, for
+            a prefill with nothing cached.
 
     Returns:
         The queries, (num_tokens, num_heads, head_dim), as `qkv` is.

@@ -1,24 +1,24 @@
-"""multiply_row: one row times a large weight, which is read once and early.
+"""multiply_row: one row times a large weight, which is loaded before the kernel waits.
 
-With one row there is one multiplication for each number of the weight, so the memory sets the time
-and the arithmetic is free. What matters is that the whole chip asks for its part of the weight at
-once, and that the row is ready when it comes:
+With one row there is one multiplication for each number of the weight, so the time is that of
+reading the weight. All programs must start their loads at once:
 
                               size
         weight     +--------------------------+
                    |         program 0        |  a few whole rows of the weight: their loads start
-                   +--------------------------+  before the program waits for its predecessor
-                   |         program 1        |  (see `launch`), and are under way while it waits
+                   +--------------------------+  before the program waits for the previous kernel
+                   |         program 1        |  (see `launch`), and go on while it waits
                    +--------------------------+
                    |            ...           |
 
-A program has whole rows, so it has whole sums, and can do what lies before and behind them:
+A program has whole rows of the weight, so it has whole sums. It also does what comes before and
+after them:
 
-        norm       before: each program norms the row for itself, while its weight is coming
-        addition   behind: of the residual stream
-        gating     behind: a program takes the same rows of gate and up, and multiplies the two
+        norm       before: each program norms the row itself, while its part of the weight is loaded
+        addition   after: of the residual stream
+        gating     after: a program has the same rows of gate and up, and multiplies the two
 
-Knows one row. Who calls it is `skinny_matmul`.
+`skinny_matmul` calls it.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -46,7 +46,7 @@ def multiply_row(
     residual: Tensor | None,
     num_outputs: int,
 ) -> Tensor:
-    """Do what `skinny_matmul` says, and has checked, of one row: (1, size) -> (1, num_outputs)."""
+    """`skinny_matmul` for one row, without its checks: (1, size) -> (1, num_outputs)."""
     size = x.shape[1]
     out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
     is_gate_up = num_outputs < weight.shape[0]

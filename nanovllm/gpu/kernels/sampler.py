@@ -1,4 +1,4 @@
-"""sample: one token for each row of the logits, in one pass over them.
+"""sample: samples one token for each row of the logits, and reads the logits once.
 
         logits   [ chunk 0 | chunk 1 | ... ]    one program a chunk: logit / temperature + noise,
                      v         v                and of these the largest, the chunk's candidate
@@ -6,13 +6,14 @@
                      '----v----'
                         token                   one program a row: the candidates again, exactly
 
-The noise is `gumbel_noise`'s: the same hash, the same uniform numbers. Its two logarithms for each
-of 150,000 tokens are most of the work in float64. The hardware's quick logarithm does where it
-matters not: it is right to `MARGIN`, so where only one token comes so close to the largest, that
-token it is. Where several do (once in some thousand chunks), the chunk is done again in float64.
+The noise is that of `gumbel_noise`: the same hash, the same uniform numbers. In float64, its two
+logarithms for each of 150,000 tokens would be most of the work. So the hardware's fast logarithm is
+used, whose error is below `MARGIN`: if only one token of a chunk is within `MARGIN` of the largest,
+it is the candidate. If several are (in one of some thousand chunks), the chunk is computed again in
+float64.
 
-Knows what `Sampler` knows, except top-k and top-p. Raises nothing about broken logits: inside a
-captured graph it can only say so.
+There is no top-k and top-p. Inside a captured graph no error can be raised for broken logits, so
+they are reported in a tensor.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -33,8 +34,8 @@ from nanovllm.gpu.kernels.launch import (
 )
 
 CHUNK = 2048
-SHIFT = tl.constexpr(2**16)  # 2048 places of less than 2048 add up to less than 2**31
-MARGIN = tl.constexpr(1e-4)  # ten times the error of a quick score
+SHIFT = tl.constexpr(2**16)  # with it, a sum over 2048 places stays below 2**31
+MARGIN = tl.constexpr(1e-4)  # ten times the error of a score with the fast logarithm
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 HUGE = tl.constexpr(torch.finfo(torch.float32).max)
 LOG_2 = tl.constexpr(0.6931471805599453)
@@ -45,19 +46,19 @@ SMALL = tl.constexpr(1 / 64)
 def sample(
     logits: Tensor, temperatures: Tensor, is_greedy: Tensor, noise_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Choose one token a row; the oracle is `Sampler`, of rows without top-k and top-p.
+    """Sample one token for each row. The oracle is `Sampler`, for rows without top-k and top-p.
 
-    Where float32 has two scores equal but for rounding, the two may choose differently.
+    If two scores differ only by rounding, the two may choose different tokens.
 
     Args:
-        logits: (num_rows, vocab_size), of any floating-point dtype, each row in one piece.
+        logits: (num_rows, vocab_size), of any floating-point dtype, each row contiguous.
         temperatures: (num_rows,) float32.
         is_greedy: (num_rows,) bool: take the largest logit, the first of equals.
         noise_keys: (2, num_rows) int64, the lower and upper 32 bits of each row's key.
 
     Returns:
-        The tokens, (num_rows,) int64; and (num_rows,) bool, False where a row has no largest finite
-        number, and its token means nothing.
+        The tokens, (num_rows,) int64; and (num_rows,) bool, False if the row has no finite maximum:
+        its token must not be used.
 
     Raises:
         ValueError: a shape does not fit.
@@ -125,9 +126,9 @@ def _find_candidates(
         logits + row * row_stride + indices, mask=indices < vocab_size, other=-float("inf")
     ).to(tl.float32)
     is_number = logit == logit  # noqa: PLR0124 -- NaN is not
-    logit = tl.where(is_number, logit, float("inf"))  # the second kernel looks for infinities
+    logit = tl.where(is_number, logit, float("inf"))  # the second kernel checks for infinities
     chunk_largest = tl.max(logit, axis=0)
-    # Less the largest, so that no temperature, however small, makes that one infinite.
+    # The largest is subtracted, so that even a tiny temperature does not make it infinite.
     difference = logit - chunk_largest
     places = tl.arange(0, block)
     if tl.load(is_greedy + row) != 0:
@@ -139,14 +140,14 @@ def _find_candidates(
         if has_quick_log:
             scores = difference * (1.0 / temperature) + _quick_noise(x)
             is_close = scores > tl.max(scores, axis=0) - MARGIN
-            # One sum for two: how many are close, and where, which is right if only one is.
+            # One sum for both: how many are close, and the place, which is right if only one is.
             counted = tl.sum(tl.where(is_close, SHIFT + places, 0), axis=0)
             num_close, best = counted // SHIFT, counted % SHIFT
         if num_close != 1:
             scores = difference / temperature + _noise(x)
             best = tl.argmax(scores, axis=0, tie_break_left=True)
     num_real = tl.minimum(vocab_size - chunk * block, block)
-    best = tl.minimum(best, num_real - 1)  # where all is -inf, or something broken, none was found
+    best = tl.minimum(best, num_real - 1)  # none was found if all are -inf or some are not finite
     place = row * tl.num_programs(0) + chunk
     tl.store(largest + place, chunk_largest)
     tl.store(candidates + place, chunk * block + best)
@@ -190,13 +191,13 @@ def _choose(
 
 @triton.jit
 def _clamp(temperature):
-    """1e-60 is a temperature, but 0 in float32; 1e300 would be infinity."""
+    """A temperature of 1e-60 is 0 in float32, and one of 1e300 is infinite: clamp it."""
     return tl.minimum(tl.maximum(temperature, TINY), HUGE)
 
 
 @triton.jit
 def _hash(indices, noise_key, num_rows):
-    """Return 32 bits for each index: `gumbel_noise`'s, in 32-bit arithmetic."""
+    """Return 32 bits for each index, the same as in `gumbel_noise`, in 32-bit arithmetic."""
     lower, upper = tl.load(noise_key).to(tl.uint32), tl.load(noise_key + num_rows).to(tl.uint32)
     return _mix(_mix(indices.to(tl.uint32) ^ lower) ^ upper)
 
@@ -212,16 +213,16 @@ def _mix(x):
 
 @triton.jit
 def _noise(x):
-    """-log(-log(u)) of u = (x + 0.5) / 2**32, in float64 up to the last step, as `gumbel_noise`."""
+    """-log(-log(u)) of u = (x + 0.5) / 2**32, computed in float64 as in `gumbel_noise`."""
     uniform = (x.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
 def _quick_noise(x):
-    """The same, right to 1e-5. Where u is near 1, what is missing to 1 is the exact number."""
+    """The same with an error below 1e-5. For u near 1, 1 - u is used, which is exact."""
     is_upper = x >= HALF_RANGE
-    short = tl.where(is_upper, x ^ 0xFFFFFFFF, x)  # of 1 or of 0, whichever is nearer
+    short = tl.where(is_upper, x ^ 0xFFFFFFFF, x)  # the distance of u to 0 or 1, the nearer one
     short = (short.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     log = -LOG_2 * _quick_log2(tl.where(is_upper, 1.0 - short, short))
     series = short + short * short * (0.5 + short * 0.33333334)  # -log(1 - short) of a small number

@@ -1,9 +1,9 @@
-"""skinny_matmul: few rows times a large weight, which is read once and early.
+"""skinny_matmul: few rows times a large weight, which is loaded before the kernel waits.
 
-With few rows there is little arithmetic for each number of the weight, so the memory sets the time.
-One row alone goes to `row_matmul`. A tensor core multiplies 16 rows at once, so from 2 to 16 cost
-the same: a program has a few rows of the weight, and each of its warps a part of their length, so
-that no chain of multiplications, each waiting for the one before it, gets long:
+With few rows there is little arithmetic for each number of the weight, so the time is that of
+reading the weight. One row is computed by `row_matmul`. A tensor core multiplies 16 rows at once,
+so 2 to 16 rows take the same time. A program has a few rows of the weight, and each of its warps a
+part of their length, so that there is no long chain of dependent multiplications:
 
                         part 0      part 1      part 2      part 3       one step along `size`
         x            [ 16 x 256  | 16 x 256  | 16 x 256  | 16 x 256  ]
@@ -11,13 +11,11 @@ that no chain of multiplications, each waiting for the one before it, gets long:
         warp             0           1           2           3
         sums         [  16 x 8  ] + [ 16 x 8  ] + [ 16 x 8  ] + [ 16 x 8  ]   added at the end
 
-The program loads its weight before it waits for its predecessor (see `launch`), as much of it as
-the registers hold.
+The program loads its weight before it waits for the previous kernel (see `launch`), as much of it
+as the registers hold.
 
-Since every program has whole rows of the weight, it has whole sums, and finishes them itself: the
-addition of the residual stream, or silu(gate) * up, is done on the way out.
-
-Knows no layer.
+Every program has whole rows of the weight, so it has whole sums, and also does what comes after
+them: the addition of the residual stream, or silu(gate) * up.
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -46,7 +44,7 @@ MAX_ROWS = 16
 
 
 def is_skinny(num_rows: int) -> bool:
-    """Say whether `skinny_matmul` takes so many rows. With more, others are faster."""
+    """Say whether `skinny_matmul` takes so many rows. For more rows, other kernels are faster."""
     return num_rows <= MAX_ROWS
 
 
@@ -59,17 +57,17 @@ def skinny_matmul(
     residual: Tensor | None = None,
     is_gate_up: bool = False,
 ) -> Tensor:
-    """norm(x) @ weight.T + residual, or silu(gate) * up; norm and residual where they are given.
+    """norm(x) @ weight.T + residual, or silu(gate) * up; norm and residual only if given.
 
     The oracle is `RMSNorm`, `functional.linear`, and an addition or `SiluAndMul`, one after
-    another. The sums of the product are taken in another order: its last bit may differ.
+    another. The product is summed in another order: its last bit may differ.
 
     Args:
         x: (num_rows, size), at most `MAX_ROWS` rows.
         weight: (num_outputs, size); with `is_gate_up` the rows of gate, then as many of up.
-            It must not be the result of the kernel before.
+            It must not be the output of the previous kernel.
         norm_weight: (size,).
-        eps: added to the mean square; means nothing without `norm_weight`.
+        eps: added to the mean square; used with `norm_weight` only.
         residual: (num_rows, num_outputs).
         is_gate_up: multiply the two halves of the outputs, as the MLP does.
 
@@ -152,7 +150,7 @@ def _skinny_matmul(
     along = firsts + tl.arange(0, part_size)[None, None, :]
     down = firsts + tl.arange(0, part_size)[None, :, None]
     outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
-    # Past the last output, that one is computed again, and not stored.
+    # Beyond the last output, the last one is computed again, and not stored.
     weight_rows = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * size
     up_rows = weight_rows + num_outputs * size
     tiles, up_tiles = tl.tuple(()), tl.tuple(())
@@ -170,7 +168,7 @@ def _skinny_matmul(
         product = tl.dot(x_tile, tiles[step], product, input_precision="ieee")
         if is_gate_up:
             up = tl.dot(x_tile, up_tiles[step], up, input_precision="ieee")
-    for begin in range(num_ahead * step_size, size, step_size):  # of a very long row, the rest
+    for begin in range(num_ahead * step_size, size, step_size):  # the rest of a very long row
         x_tile = _load_x(x, begin + along, num_rows, size, block_rows)
         product = tl.dot(
             x_tile, _load_columns(weight_rows, begin + down, size), product, input_precision="ieee"

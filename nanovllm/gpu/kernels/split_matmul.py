@@ -1,9 +1,9 @@
-"""split_matmul: some dozens of rows times a weight, whose length is split among programs.
+"""split_matmul: 17 to 256 rows times a weight, whose columns are split among programs.
 
-With 17 to 256 rows a product is neither all reading nor all arithmetic: every row meets every part
-of the weight, so a program takes a tile of both, and reads each number once for the whole tile. The
-products that end a block, of attention and of the MLP, have few outputs and thus few tiles, which
-leave the chip half empty. So their length is cut into parts as well, a program each:
+With 17 to 256 rows both reading and arithmetic take time: a program computes a tile of the output,
+and reads each number once for the whole tile. The last products of attention and of the MLP have
+few outputs and so few tiles, which leave half of the GPU without work. So their columns are split
+into parts as well, one program for each:
 
                         size                                        size
                  part 0     part 1     part 2                part 0     part 1     part 2
@@ -13,12 +13,9 @@ leave the chip half empty. So their length is cut into parts as well, a program 
                |          |          |          |          |          |          |          |
             num_rows                             num_outputs
 
-The sums of the parts are left side by side, in float32, for `add_rms_norm`: it comes next, and adds
-them to the stream on its way. cuBLAS splits such products, too, but adds up the parts in a kernel
-of its own, and as measured none of its kernels starts before the one before it has ended (see
-`launch`).
-
-Knows no layer.
+The sums of the parts are stored separately, in float32: `add_rms_norm`, the next kernel, adds them
+up. cuBLAS splits such products too, but adds up the parts in a separate kernel, and as measured
+none of its kernels starts before the previous one has ended (see `launch`).
 """
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 # Triton has no types, and types a kernel's arguments itself.
@@ -41,18 +38,18 @@ from nanovllm.gpu.kernels.launch import (
 
 
 def split_matmul(x: Tensor, weight: Tensor, tiling: SplitTiling) -> Tensor:
-    """Multiply: x @ weight.T, in parts that are still to be added up.
+    """Compute x @ weight.T, in parts that must be added up.
 
-    The oracle is `functional.linear`. The sums are taken in another order: the product's last bit
-    may differ.
+    The oracle is `functional.linear`. The product is summed in another order: its last bit may
+    differ.
 
     Args:
         x: (num_rows, size).
         weight: (num_outputs, size).
-        tiling: what `choose_split_tiling` says of these sizes.
+        tiling: from `choose_split_tiling` for these sizes.
 
     Returns:
-        (num_parts, num_rows, num_outputs) float32, whose sum over the parts is the product.
+        (num_parts, num_rows, num_outputs) float32; its sum over the parts is the product.
 
     Raises:
         ValueError: a shape or dtype does not fit.
@@ -121,8 +118,8 @@ def _split_matmul(
 def _load(rows, is_row, columns, size: tl.constexpr, is_even: tl.constexpr):
     """Load some columns of some rows.
 
-    What does not exist is masked. To read the last row again instead would be right, too, but
-    hundreds of programs would ask for the same few lines of the cache, one after another.
+    Rows that do not exist are masked. Reading the last row again instead would be correct too, but
+    slow: hundreds of programs would read the same cache lines.
     """
     is_in = is_row[:, None]
     if not is_even:  # the last part is shorter

@@ -44,31 +44,31 @@ class _Ledger:
         self.columns: dict[str, list[object]] = {name: [] for name in BLOCKS.names}
         self._lists = [*self.columns.values()]
         self._ref_counts: Counter[int] = Counter()
-        self._published: set[int] = set()
+        self._hashed: set[int] = set()
 
     def take(self, row: Any) -> None:  # noqa: ANN401 - a row has no type of its own
         """Take in an event."""
         what = (row.event_id, row.step, row.ts_ns, row.operation)
         match row.operation:
             case "evict":
-                self._published.difference_update(row.block_ids)
+                self._hashed.difference_update(row.block_ids)
                 self._write(what, None, row.block_ids)
             case "reset":
                 held = {block_id for block_id, count in self._ref_counts.items() if count}
-                lost = sorted(held | self._published)
-                self._ref_counts, self._published = Counter(), set()
+                lost = sorted(held | self._hashed)
+                self._ref_counts, self._hashed = Counter(), set()
                 self._write(what, None, lost)
             case operation:
                 for seq_id, block_ids in zip(row.seq_ids, row.block_ids, strict=True):
                     for block_id in block_ids:
                         self._ref_counts[block_id] += _CHANGES[operation]
                     if operation == "hash":
-                        self._published.update(block_ids)
+                        self._hashed.update(block_ids)
                     self._write(what, seq_id, block_ids)
 
     def _write(self, what: tuple[object, ...], seq_id: int | None, block_ids: list[int]) -> None:
         """Add a row for each block."""
         for block_id in block_ids:
-            after = (self._ref_counts[block_id], block_id in self._published)
+            after = (self._ref_counts[block_id], block_id in self._hashed)
             for column, value in zip(self._lists, (*what, block_id, seq_id, *after), strict=True):
                 column.append(value)

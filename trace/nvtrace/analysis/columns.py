@@ -177,7 +177,7 @@ BLOCKS = Frame(
         Column("block_id", "int64", "", "the block"),
         Column("seq_id", "Int64", "", "the request that does it; NA for evict and reset"),
         Column("ref_count", "int64", "tables", "that hold the block, after it"),
-        Column("is_published", "bool", "", "can the prefix cache find the block, after it?"),
+        Column("is_hashed", "bool", "", "can the prefix cache find the block, after it?"),
     ),
 )
 

@@ -27,7 +27,7 @@ def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.Dat
     states = {
         "num_used_blocks": is_used,
         "num_shared_blocks": blocks["ref_count"] > 1,
-        "num_cached_blocks": ~is_used & blocks["is_published"],
+        "num_cached_blocks": ~is_used & blocks["is_hashed"],
     }
     # The schedule is the event `event_id`: only events before it count.
     num_before = np.searchsorted(blocks["event_id"], steps["event_id"])

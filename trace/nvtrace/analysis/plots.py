@@ -121,7 +121,7 @@ def block_states(blocks: pd.DataFrame) -> npt.NDArray[np.int64]:
     latest[block_ids, columns] = np.arange(1, len(blocks) + 1)  # the last one wins
     latest = np.maximum.accumulate(latest, axis=1)
     after = np.where(
-        blocks["ref_count"] > 0, np.minimum(blocks["ref_count"], 2) + 1, blocks["is_published"]
+        blocks["ref_count"] > 0, np.minimum(blocks["ref_count"], 2) + 1, blocks["is_hashed"]
     )
     return np.concatenate([[0], after])[latest]
 

@@ -21,7 +21,7 @@ from nvtrace.analysis.frames import without_garbage_collection
 from nvtrace.analysis.records import Records
 from nvtrace.analysis.requests import requests_frame, tokens_frame
 from nvtrace.analysis.steps import steps_frame
-from nvtrace.led import about_rank
+from nvtrace.caveats import about_rank
 from nvtrace.reader import blocks_of_rank, rank_path, read_blocks, read_trace
 from nvtrace.snapshots import SeekableTrace
 

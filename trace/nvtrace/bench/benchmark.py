@@ -1,7 +1,7 @@
-"""The benchmark as a whole: every workload on every model, with every contender.
+"""The whole benchmark: every workload on every model, with every contender.
 
-Knows the order of things: open the contenders, let them take their rounds, close them, read the
-trace, put the report together. Does not know how any part is done.
+It opens the contenders, runs the rounds, closes the contenders, reads the trace, and creates the
+report.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Plan:
     """What to measure.
 
     Attributes:
-        workloads: "uneven", "seed" or "decode", in the order of their turn.
-        models: "shipped", "50m", "0.6b" or folders; empty takes what suits workload and device.
-        against: which of transformers' ways run beside the engine ("generate", "continuous");
-            None leaves it to the workload.
+        workloads: "uneven", "seed" or "decode", in the order to run them.
+        models: "shipped", "50m", "0.6b" or folders; if empty, the default for the device.
+        against: which of transformers' methods to compare with ("generate", "continuous"); None:
+            the default of the workload.
         tracing: which engines run: "off" for the untraced one, "on" for the traced one, or "both".
-        num_rounds: how many rounds count.
-        num_requests: of each workload, the first requests only; None takes all.
+        num_rounds: how many rounds are counted.
+        num_requests: of each workload, only the first requests; None for all.
         seed: of prompts, lengths and random weights.
-        num_threads: CPU threads for torch; None leaves its own number.
-        device, dtype: the engine's options; the other contenders get what it made of them.
-        batch_sizes, context_lens: the step classes of `decode`; empty takes the device's.
-        command: what was typed, for the report.
+        num_threads: CPU threads for torch; None for torch's default.
+        device, dtype: the engine's options; the other contenders get the same device and dtype.
+        batch_sizes, context_lens: the step classes of `decode`; if empty, the device's default.
+        command: the command line, for the report.
     """
 
     workloads: tuple[str, ...] = ("uneven",)
@@ -90,17 +90,17 @@ class Plan:
 def run_benchmark(
     plan: Plan, say: Callable[[str], None], keep: Callable[[Report], None] | None = None
 ) -> Report:
-    """Measure all that the plan asks for.
+    """Run the benchmark.
 
     Args:
         plan: what to measure.
-        say: told of each turn while it runs.
-        keep: given the report so far after each model, so that what a later one breaks is not all
-            that was measured.
+        say: called with a progress message after each run.
+        keep: called with the report so far after each model, so that an error in a later model does
+            not lose it.
 
     Raises:
-        BenchmarkError: a device, a model, a workload or a contender that does not work out.
-        NanoVLLMError: the engine refuses the model.
+        BenchmarkError: a device, a model, a workload or a contender is not possible.
+        NanoVLLMError: the engine cannot run the model.
     """
     created = datetime.now(tz=UTC).isoformat(timespec="seconds")
     try:
@@ -108,7 +108,7 @@ def run_benchmark(
     except ValueError as error:  # an option that no model would accept
         raise BenchmarkError(str(error)) from error
     models, classes = _models(plan, device), _decode_classes(plan, device)
-    for model in models:  # before the first round of any, not after an hour of others
+    for model in models:  # check all models before the first round
         shape = model_config(model)
         for name in plan.workloads:
             require_fitting(
@@ -135,7 +135,7 @@ def run_benchmark(
 
 
 class _Benchmark:
-    """A plan on its way."""
+    """A running benchmark."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Benchmark:
         self.say = say
 
     def measure(self, name: str) -> list[Result]:
-        """Every workload on one model."""
+        """Run every workload on one model."""
         plan = self.plan
         with model_folder(name, plan.seed) as folder, TemporaryDirectory() as scratch:
             config = _resolved(folder, plan)
@@ -176,7 +176,7 @@ class _Benchmark:
         ]
 
     def _names(self, workload: Workload) -> tuple[str, ...]:
-        """Who takes part in a workload; the one that the others are held against first."""
+        """The contenders of a workload; the others are compared with the first."""
         usual = REFERENCES if workload.is_comparison else ()
         return _ENGINES[self.plan.tracing] + (
             usual if self.plan.against is None else self.plan.against
@@ -198,15 +198,15 @@ class _Benchmark:
         trace: Path,
         stack: ExitStack,
     ) -> list[Contender]:
-        """All who take part in any workload, in the order of `_names`."""
+        """Start the contenders of all workloads, in the order of `_names`."""
         folder = Path(config.model)
-        # Just the pages that are needed: two engines share the memory, and none must preempt.
-        num_pages, largest = max(
-            (work.num_pages(config.kvcache_block_size), work.name) for work in workloads
+        # Exactly the blocks that are needed: two engines share the memory, and none may preempt.
+        num_blocks, largest = max(
+            (work.num_blocks(config.kvcache_block_size), work.name) for work in workloads
         )
         max_num_seqs = max(config.max_num_seqs, *(len(work.requests) for work in workloads))
         options = _options(self.plan) | {
-            "num_kvcache_blocks": num_pages,
+            "num_kvcache_blocks": num_blocks,
             "max_num_seqs": max_num_seqs,
             "max_model_len": max(config.max_model_len, *(work.longest for work in workloads)),
         }
@@ -214,12 +214,12 @@ class _Benchmark:
         contenders: list[Contender] = []
         num_engines = len(names & {ENGINE, TRACED})
         refusal = BenchmarkError(
-            f"{largest} needs {num_pages} KV blocks of {config.kvcache_block_size} tokens in each "
+            f"{largest} needs {num_blocks} KV blocks of {config.kvcache_block_size} tokens in each "
             "engine, and the memory does not hold them: ask for fewer or shorter requests"
             + (", or for one engine (--trace on)" if num_engines > 1 else "")
         )
-        if config.device == "cpu":  # which promises more than it has, and dies of it
-            num_bytes = num_pages * config.kvcache_block_size * model.kv_bytes_per_token
+        if config.device == "cpu":  # which would allocate it, and then kill the process
+            num_bytes = num_blocks * config.kvcache_block_size * model.kv_bytes_per_token
             if num_bytes * num_engines > cpu_memory()[1]:
                 raise refusal
         try:
@@ -271,7 +271,7 @@ class _Benchmark:
 
 
 def _models(plan: Plan, device: torch.device) -> tuple[str, ...]:
-    """The plan's, or those that suit the device."""
+    """The models of the plan, or the default for the device."""
     if plan.models:
         return plan.models
     return ("0.6b",) if device.type == "cuda" else ("shipped", "50m")
@@ -299,7 +299,7 @@ def _contender_facts(
 
 
 def _step_times(rounds: Sequence[Round], name: str) -> dict[int, int]:
-    """Of one engine, the time of every step of these rounds, by its number."""
+    """Step number -> nanoseconds, of one engine in these rounds."""
     outcomes = [turn.outcomes[name] for turn in rounds if name in turn.outcomes]
     return {step: ns for outcome in outcomes for step, ns in outcome.step_ns.items()}
 
@@ -317,5 +317,5 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 
 def _resolved(folder: Path, plan: Plan) -> Config:
-    """The engine's settings for this model, every "auto" replaced."""
+    """The engine's settings for this model, with all "auto"s resolved."""
     return Config.create(folder, _options(plan)).resolve(ModelConfig.from_folder(folder))

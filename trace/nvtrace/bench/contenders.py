@@ -1,13 +1,12 @@
-"""Contenders: who does the work.
+"""Contenders: the engines that are compared.
 
-    engine          nanovllm, silent
+    engine          nanovllm, without an observer
     engine traced   the same with a Recorder that writes a trace
     generate        transformers' `generate`: a static batch, padded on the left
-    continuous      transformers' own continuous batching
+    continuous      transformers' continuous batching
 
-Knows how to ask each for exactly so many tokens of every prompt. Does not know clocks, beyond those
-of the engine's steps. All are handed the same token ids, in one process, with the same weights, in
-the same dtype, on the same device and with the same threads.
+Each generates exactly the requested number of tokens for every prompt. All get the same token ids,
+in one process, with the same weights, dtype, device and number of threads.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ ENGINE, TRACED, GENERATE, CONTINUOUS = "engine", "engine traced", "generate", "c
 REFERENCES = (GENERATE, CONTINUOUS)
 _PADDING = 0
 _RESULT_TIMEOUT_S = 1.0
-_CPU_PAGE_SIZE = 32  # on a CPU faster than its 256: it reads whole pages
+_CPU_BLOCK_SIZE = 32  # on a CPU faster than the default of 256: transformers reads whole blocks
 
 
 class Engine:
-    """The engine under test, driven step by step as `generate` does.
+    """The engine under test, run step by step, as by `generate`.
 
     Attributes:
         llm: the engine.
@@ -54,13 +53,13 @@ class Engine:
         self.settings = f"{config.policy}, up to {config.max_num_seqs} at once"
 
     @contextmanager
-    def ready(self, workload: Workload) -> Iterator[None]:  # noqa: ARG002 - ready for any
-        """Forget the prompts of the round before: they would be found in the prefix cache."""
+    def ready(self, workload: Workload) -> Iterator[None]:  # noqa: ARG002 - the same for all
+        """Empty the prefix cache: it would have the prompts of the previous round."""
         self.llm.reset_prefix_cache()
         yield
 
     def run(self, workload: Workload) -> Outcome:
-        """Add all requests, then step until they have ended."""
+        """Add all requests, then run steps until they have ended."""
         llm = self.llm
         seq_ids = [
             llm.add_request(
@@ -89,12 +88,12 @@ class Engine:
 def running_engine(
     folder: Path, options: Mapping[str, Any], trace: Path | None = None
 ) -> Iterator[Engine]:
-    """An engine that lives as long as the context.
+    """An engine, ended at the end of the `with` statement.
 
     Args:
         folder: the model's.
         options: see `nanovllm.config.Config`.
-        trace: where it is recorded; None leaves it silent.
+        trace: the file to record to; None to record nothing.
     """
     with ExitStack() as stack:
         recorder = None if trace is None else stack.enter_context(record(trace))
@@ -104,7 +103,7 @@ def running_engine(
 
 
 class Generate:
-    """transformers' `generate`: batches of `max_num_seqs`, each run until its longest has ended."""
+    """transformers' `generate`: batches of `max_num_seqs`; each runs until its last has ended."""
 
     def __init__(self, model: Any, max_num_seqs: int) -> None:  # noqa: ANN401 - any causal LM
         self.name = GENERATE
@@ -112,18 +111,18 @@ class Generate:
         self.max_num_seqs = max_num_seqs
         self.settings = f"static batches of up to {max_num_seqs}, padded on the left, sdpa"
 
-    def ready(self, workload: Workload) -> AbstractContextManager[None]:  # noqa: ARG002 - for any
-        """Nothing is left over from round to round."""
+    def ready(self, workload: Workload) -> AbstractContextManager[None]:  # noqa: ARG002 - for all
+        """Nothing to prepare: there is no state between rounds."""
         return nullcontext()
 
     def run(self, workload: Workload) -> Outcome:
-        """One batch after the other; what goes beyond a request's length is cut off."""
+        """Run one batch after another. Tokens beyond a request's length are cut off."""
         token_ids: list[list[int]] = []
         for first in range(0, len(workload.requests), self.max_num_seqs):
             requests = workload.requests[first : first + self.max_num_seqs]
             width = max(len(request.prompt_token_ids) for request in requests)
             gaps = [width - len(request.prompt_token_ids) for request in requests]
-            # (batch, width)    . . A B C     gaps on the left, so that all go on at the same place
+            # (batch, width)    . . A B C     padded on the left, so that all end at the same place
             #                   D E F G H
             prompts = [
                 [_PADDING] * gap + list(request.prompt_token_ids)
@@ -142,27 +141,27 @@ class Generate:
 
 
 class Continuous:
-    """transformers' continuous batching: its manager, whose thread runs the model.
+    """transformers' continuous batching: its manager runs the model in a thread.
 
-    The manager, its pages and its thread are made anew for each round, before the clock starts.
+    For each round, a new manager with its blocks and its thread is created before the time starts.
     """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - any causal LM
         self.name = CONTINUOUS
         self.model = model
-        self.page_size = _CPU_PAGE_SIZE if model.device.type == "cpu" else 256
-        self.settings = f"blocks of {self.page_size} tokens, sdpa"
+        self.block_size = _CPU_BLOCK_SIZE if model.device.type == "cpu" else 256
+        self.settings = f"blocks of {self.block_size} tokens, sdpa"
         self._manager: Any = None
 
     @contextmanager
     def ready(self, workload: Workload) -> Iterator[None]:
-        """Allocate pages for all requests, and start the thread."""
+        """Allocate blocks for all requests, and start the thread."""
         longest_output = max(request.output_len for request in workload.requests)
         config = ContinuousBatchingConfig(
-            page_size=self.page_size,
-            # One page more for each: it takes the next before the last is full.
-            num_blocks=workload.num_pages(self.page_size) + len(workload.requests),
-            allow_block_sharing=False,  # no two prompts begin alike
+            page_size=self.block_size,
+            # One more block for each request: it takes the next one before the last is full.
+            num_blocks=workload.num_blocks(self.block_size) + len(workload.requests),
+            allow_block_sharing=False,  # the prompts have no common prefixes
         )
         with (
             torch.inference_mode(),
@@ -179,10 +178,10 @@ class Continuous:
                 raise
 
     def run(self, workload: Workload) -> Outcome:
-        """Hand in all requests, and wait for the last answer.
+        """Add all requests, and wait for the last answer.
 
         Raises:
-            BenchmarkError: the thread died, or gave up a request.
+            BenchmarkError: the thread ended, or a request failed.
         """
         manager = self._manager
         names = [
@@ -202,21 +201,21 @@ class Continuous:
 
 
 def load_reference(folder: Path, device: str, dtype: str) -> Any:  # noqa: ANN401 - any causal LM
-    """The model as transformers has it, for `Generate` and `Continuous`."""
+    """The model of transformers, for `Generate` and `Continuous`."""
     model: Any
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
     model = model.to(device).eval()
-    # What a checkpoint wishes of sampling and of its end would be mixed into every call.
+    # Without this, sampling options and eos tokens of the checkpoint would be used in every call.
     model.generation_config = _generation_config(0.0, 1)
     return model
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' warnings and progress bars off stderr, and put things back after."""
+    """Turn off transformers' warnings and progress bars, and restore them at the end."""
     verbosity = transformers.logging.get_verbosity()
     had_bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)
@@ -231,7 +230,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def _silencing(logger_name: str) -> Iterator[None]:
-    """Its failures come back with the requests; the rest is advice."""
+    """Turn off a logger. Its errors are also returned with the requests."""
     logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -248,7 +247,7 @@ def _generation_config(temperature: float, max_new_tokens: int) -> GenerationCon
             "do_sample": temperature > 0,
             "max_new_tokens": max_new_tokens,
             "pad_token_id": _PADDING,
-            "eos_token_id": None,  # none ends a text
+            "eos_token_id": None,  # no token ends a sequence
             **sampling,
         }
     )

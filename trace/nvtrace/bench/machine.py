@@ -1,8 +1,4 @@
-"""The machine: what everything ran on, so that a figure can be judged and repeated.
-
-Knows how to ask the system, and how to measure a memory's bandwidth. Does not know what is
-measured on it.
-"""
+"""The machine that a benchmark ran on, and the bandwidth of its memory."""
 
 from __future__ import annotations
 
@@ -30,10 +26,10 @@ _PACKAGES = ("torch", "transformers", "nanovllm")
 
 
 def describe_machine(device: torch.device, bytes_per_second: float | None = None) -> Machine:
-    """What the models ran on.
+    """Describe the machine.
 
     Args:
-        device: the models'.
+        device: that the models run on.
         bytes_per_second: its measured bandwidth.
     """
     is_gpu = device.type == "cuda"
@@ -53,7 +49,7 @@ def describe_machine(device: torch.device, bytes_per_second: float | None = None
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core, over the last minute; None where the system does not say."""
+    """The load average of the last minute: processes that need a core; None if unknown."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -62,7 +58,7 @@ def load_average() -> float | None:
 
 @contextmanager
 def computing_with(num_threads: int | None) -> Iterator[None]:
-    """Let torch compute with so many CPU threads within the context; None leaves it as it is."""
+    """Set torch's number of CPU threads, and restore it at the end; None does not change it."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:
@@ -71,47 +67,47 @@ def computing_with(num_threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class HostMark:
-    """A moment on the host's clock, with the methods of a `torch.cuda.Event`."""
+class HostEvent:
+    """A time on the host's clock, with the methods of a `torch.cuda.Event`."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         del enable_timing  # it always is
         self.seconds = 0.0
 
     def record(self) -> None:
-        """Mark this moment."""
+        """Store the current time."""
         self.seconds = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait until the moment has come: on a CPU it has."""
+        """Does nothing: on a CPU, there is nothing to wait for."""
 
-    def elapsed_time(self, later: HostMark) -> float:
-        """Milliseconds from this moment to a later one."""
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Milliseconds from this event to a later one."""
         return (later.seconds - self.seconds) * 1e3
 
 
 def measure_bandwidth(
-    device: torch.device, num_copies: int | None = None, make_mark: Callable[..., Any] | None = None
+    device: torch.device, num_copies: int | None = None, new_event: Callable[..., Any] | None = None
 ) -> float:
-    """Bytes per second that large copies on the device move, read and written; the best of 8 tries.
+    """Measure bytes per second, read and written, of large copies on a device; the best of 8 tries.
 
-    On a GPU a try is ten copies, timed by the GPU: the host's clock would count the time to launch
-    a copy and to learn that it has ended. What only reads can be a few percent faster than a copy.
+    On a GPU a try is ten copies, timed by the GPU: the host's clock would include the time to
+    launch a copy and to wait for its end. Reading alone can be a few percent faster than copying.
 
     Args:
         device: whose memory.
-        num_copies: in a try; None for the device's usual number.
-        make_mark: makes what takes the time; None for the device's own.
+        num_copies: in a try; None for the device's default.
+        new_event: creates the events that measure the time; None for the device's default.
     """
     free = device_memory(device)[1]
     num_copies = num_copies or _NUM_COPIES[device.type]
-    usual_mark: Callable[..., Any] = HostMark if device.type == "cpu" else torch.cuda.Event
-    new_mark = make_mark or usual_mark
+    usual_event: Callable[..., Any] = HostEvent if device.type == "cpu" else torch.cuda.Event
+    make = new_event or usual_event
     source = torch.ones(copy_size(device.type, free), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     best_ms = float("inf")
     for _ in range(_NUM_TRIES):
-        first, last = (new_mark(enable_timing=True) for _ in range(2))
+        first, last = (make(enable_timing=True) for _ in range(2))
         first.record()
         for _ in range(num_copies):
             target.copy_(source)
@@ -121,12 +117,12 @@ def measure_bandwidth(
     num_bytes = 2 * source.nbytes * num_copies
     del source, target
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # or an engine would find this memory in use
+        torch.cuda.empty_cache()  # otherwise an engine would see this memory as used
     return num_bytes / best_ms * 1e3
 
 
 def copy_size(device_type: str, free_bytes: int) -> int:
-    """Bytes of one copy: more than any cache holds, if source and target leave half of it free."""
+    """Bytes of one copy: more than any cache, but at most a quarter of the free memory."""
     return max(min(_COPY_BYTES[device_type], free_bytes // 4), 1)
 
 
@@ -140,7 +136,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, "-dirty" if files were changed; None if this is no checkout."""
+    """The checkout's commit, with "-dirty" if files were changed; None without a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     here = Path(__file__).parent
     if not (here.parents[2] / ".git").exists():  # installed; the folder may be in another checkout

@@ -1,7 +1,6 @@
 """Models to measure: the shipped one, random ones of a given shape, or a folder.
 
-Knows the shapes, and how to write a checkpoint of random weights. Does not run anything. Speed does
-not depend on what the weights say, so random ones will do where no others are at hand.
+Speed does not depend on the values of the weights, so random ones can be used to measure it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _STANDARD_DEVIATION = 0.02
 
 @contextmanager
 def model_folder(name: str, seed: int) -> Iterator[Path]:
-    """The folder of a model; a random one lives as long as the context.
+    """The folder of a model; that of a random model is removed at the end.
 
     Args:
         name: "shipped", a name in SHAPES, or the path of a folder.
@@ -80,11 +79,11 @@ def model_folder(name: str, seed: int) -> Iterator[Path]:
 
 
 def model_config(name: str) -> ModelConfig:
-    """What is known of a model before its weights are drawn or read; names as for `model_folder`.
+    """The config of a model, without its weights; names as for `model_folder`.
 
     Raises:
         BenchmarkError: there is no such model.
-        ModelConfigError: the folder's config.json is not one that the engine runs.
+        ModelConfigError: the engine cannot run a model with this config.json.
     """
     if name in SHAPES:
         with TemporaryDirectory(prefix="nvtrace-bench-") as folder:
@@ -94,7 +93,7 @@ def model_config(name: str) -> ModelConfig:
 
 
 def _folder_of(name: str) -> Path:
-    with suppress(OSError, RuntimeError):  # too long to be a name, or nobody's home
+    with suppress(OSError, RuntimeError):  # the name is too long, or ~user does not exist
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
@@ -105,9 +104,9 @@ def _folder_of(name: str) -> Path:
 
 
 def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
-    """Write config.json and bfloat16 weights; the same seed writes the same. No tokenizer.
+    """Write config.json and bfloat16 weights, which depend on the seed only. No tokenizer.
 
-    Matrices are drawn from a normal distribution of standard deviation 0.02; norms are 1.
+    Matrices have a normal distribution of standard deviation 0.02; norms are 1.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
@@ -127,7 +126,7 @@ def _write_config(folder: Path, shape: dict[str, int]) -> None:
 
 
 def _tensor_shapes(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and size of every tensor, as a Qwen3 checkpoint has them."""
+    """The name and shape of every tensor of a Qwen3 checkpoint."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     head_dim = shape["head_dim"]
     q_size = shape["num_attention_heads"] * head_dim
@@ -150,14 +149,14 @@ def _tensor_shapes(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def model_facts(name: str, config: ModelConfig, dtype: str) -> ModelFacts:
-    """A model's size in parameters, and in the bytes that a decode step reads.
+    """The number of parameters, and of bytes that a decode step reads.
 
     Args:
-        name: what the report calls it.
-        config: its shape.
-        dtype: what it runs in, for example "bfloat16".
+        name: its name in the report.
+        config: of the model.
+        dtype: that it runs in, for example "bfloat16".
     """
-    # Of the input embedding a step reads a few rows; the head is read whole.
+    # A step reads a few rows of the embedding, but the whole head.
     num_unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     num_bytes = getattr(torch, dtype).itemsize
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

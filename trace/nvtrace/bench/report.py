@@ -1,8 +1,6 @@
-"""The report: what a benchmark found, as structs that are its JSON.
+"""The report: the results of a benchmark, as structs that are its JSON.
 
-Knows names, units and how the parts belong together. Does not measure, and does not know how it
-looks (`nvtrace_cli.views.bench`). A time ends in `_ms` or is in `seconds`; a share is between 0
-and 1. What was not measured is None.
+Times are in `seconds` or end in `_ms`; a share is between 0 and 1. What was not measured is None.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ VERSION = (1, 0)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """One number of every round: the middle one, the lowest and the highest."""
+    """A value over all rounds: the median, the lowest and the highest."""
 
     median: float
     low: float
@@ -22,19 +20,19 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it ran.
+    """The machine that it ran on.
 
     Attributes:
         processor: the CPU's name.
-        num_threads: CPU threads that torch computed with, for every contender.
-        device: what the models ran on: "cpu", or the GPU's name.
-        bytes_per_second: what large copies on that device moved, read and written; None if no step
-            was looked at.
-        load_average: processes that wanted a core in the minute before. With `num_threads` they
-            should not exceed `num_cpus`, or the figures are of a busy machine.
-        wait_policy: OMP_WAIT_POLICY: whether threads that wait sleep ("PASSIVE") or spin.
+        num_threads: CPU threads that torch used, for every contender.
+        device: that the models ran on: "cpu", or the GPU's name.
+        bytes_per_second: bandwidth of large copies on that device, read and written; None if no
+            step was measured.
+        load_average: processes that needed a core in the minute before. If the sum with
+            `num_threads` is above `num_cpus`, the machine was busy with other work.
+        wait_policy: OMP_WAIT_POLICY: whether waiting threads sleep ("PASSIVE") or spin.
         versions: of Python, torch, transformers and nanovllm.
-        commit: of the checkout it ran from, "-dirty" if files were changed; None without one.
+        commit: of the checkout, with "-dirty" if files were changed; None without one.
     """
 
     processor: str
@@ -50,13 +48,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run.
+    """The model.
 
     Attributes:
-        num_parameters: a tied head counted once.
+        num_parameters: a tied head counts once.
         dtype: of the weights and of the KV cache, for every contender.
-        weight_bytes: what a decode step reads of the weights.
-        kv_bytes_per_token: what it reads of the KV cache, for each token of each context.
+        weight_bytes: that a decode step reads of the weights.
+        kv_bytes_per_token: that it reads of the KV cache, for each token of each context.
     """
 
     name: str
@@ -67,7 +65,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. Temperature 0 takes the most likely token."""
+    """The workload. Temperature 0 takes the most likely token."""
 
     name: str
     num_requests: int
@@ -77,14 +75,14 @@ class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContenderFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How one contender did.
+    """The results of one contender.
 
     Attributes:
-        settings: what is particular to how it ran.
-        seconds: of each round that counts.
-        cores: CPU time by time: how many cores it kept busy, or was given on a busy machine.
-        tokens_per_second: useful tokens: those that were asked for. Padding, and what is generated
-            beyond a request's length, is not counted.
+        settings: its own settings.
+        seconds: of each counted round.
+        cores: CPU time divided by time: how many cores it used.
+        tokens_per_second: requested output tokens. Padding, and tokens that are generated beyond a
+            request's length, are not counted.
     """
 
     name: str
@@ -103,7 +101,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The first token in which two contenders do not agree; None where an answer has ended."""
+    """The first token that differs between two contenders; None if an answer has ended."""
 
     contender: str
     against: str
@@ -114,11 +112,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a traced step went; the shares add up to 1.
+    """The parts of the time of a traced step; they add up to 1.
 
     Attributes:
         model: the forward pass; on a GPU, launching it.
-        rest: outside the step's own account: writing the trace, handing out answers.
+        rest: outside the times in the trace: writing the trace, returning outputs.
     """
 
     schedule: float
@@ -130,15 +128,15 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepClass(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one phase with about as many sequences.
+    """Steps of one phase with a similar number of sequences.
 
     Attributes:
-        smallest_batch, largest_batch: sequences in a step of this class, at least and at most.
-        untraced_ms, traced_ms: the median step; None where that contender did not run.
-        gpu_ms: the device's own time, None on a CPU.
-        floor_ms: the bytes that a decode step must read, over the bandwidth; the median step's.
-            None for other phases: they are bound by arithmetic.
-        untraced_times_floor, traced_times_floor: the median step by the floor.
+        smallest_batch, largest_batch: lowest and highest number of sequences in a step.
+        untraced_ms, traced_ms: the median step; None if that contender did not run.
+        gpu_ms: the time on the GPU; None on a CPU.
+        floor_ms: the bytes that the median decode step must read, divided by the bandwidth. None
+            for other phases: they are limited by arithmetic.
+        untraced_times_floor, traced_times_floor: the median step divided by the floor.
     """
 
     phase: str
@@ -158,8 +156,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One workload on one model.
 
     Attributes:
-        same_tokens: did all contenders generate the same, in every round? None if that was not to
-            be expected, and `not_compared` says why.
+        same_tokens: did all contenders generate the same tokens, in every round? None if this was
+            not compared; `not_compared` says why.
     """
 
     model: ModelFacts
@@ -176,10 +174,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole benchmark.
 
     Attributes:
-        command: what was typed.
+        command: the command line.
         created: when it began, ISO 8601 with zone.
         seed: of prompts, lengths and random weights.
-        num_rounds: those that count; one more went before, and was dropped.
+        num_rounds: counted rounds; there was one warm-up round before them.
     """
 
     schema: str = SCHEMA

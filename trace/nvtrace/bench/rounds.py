@@ -1,10 +1,8 @@
-"""Rounds: who runs when, and what the numbers of several rounds say together.
+"""Rounds: the order of runs, and statistics over several rounds.
 
-Knows the clock. Does not know who the contenders are or what they compute.
-
-A machine has slow minutes. So the contenders take turns within a round, every other round in the
-reverse order, and ratios are taken within a round: what slows both cancels out. The first round
-warms caches and allocators, and is dropped.
+The speed of a machine varies. So all contenders run in each round, in every other round in reverse
+order, and ratios are computed within a round: what slows both down cancels out. The first round
+warms up caches and allocators, and is not counted.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ TokenIds = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contender made of a workload.
+    """The result of a contender's run.
 
     Attributes:
         token_ids: the generated tokens of each request, in the requests' order.
-        step_ns: how long each engine step took, seen from outside, by its number; empty where
-            there are no steps to be seen.
+        step_ns: step number -> nanoseconds, measured outside of the engine; empty for contenders
+            without steps.
     """
 
     token_ids: TokenIds
@@ -41,28 +39,28 @@ class Outcome:
 
 
 class Contender(Protocol):
-    """Somebody who can do the work.
+    """An engine that can run a workload.
 
     Attributes:
-        name: what the report calls it.
-        settings: what is particular to how it runs, in a few words.
+        name: in the report.
+        settings: its own settings, in a few words.
     """
 
     name: str
     settings: str
 
     def ready(self, workload: Workload) -> AbstractContextManager[None]:
-        """Be ready for a round of this workload, within the context; its time is not taken."""
+        """A context manager around a round of this workload; preparing is not timed."""
         ...
 
     def run(self, workload: Workload) -> Outcome:
-        """Do the work; this is timed."""
+        """Run the workload; this is timed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of every contender, by name: how long, with how much CPU time, and what came out."""
+    """One run of every contender, by name: its time, its CPU time, and its result."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
@@ -72,16 +70,16 @@ class Round:
 def run_rounds(
     contenders: Sequence[Contender], workload: Workload, num_rounds: int, say: Callable[[str], None]
 ) -> list[Round]:
-    """Let the contenders take turns.
+    """Run all rounds.
 
     Args:
         contenders: at least one.
         workload: the same for all.
-        num_rounds: how many count; one more goes before.
-        say: told of each turn.
+        num_rounds: how many are counted; there is one warm-up round before them.
+        say: called with a progress message after each run.
 
     Returns:
-        The rounds, the first one (not to be counted) among them.
+        The rounds, including the first one, which is not counted.
     """
     rounds = []
     for number in range(num_rounds + 1):
@@ -90,7 +88,7 @@ def run_rounds(
         for contender in contenders if number % 2 == 0 else reversed(contenders):
             name = contender.name
             with contender.ready(workload):
-                gc.collect()  # the garbage of the one before is not this one's time
+                gc.collect()  # collect the garbage of the previous contender before the time starts
                 start, cpu_start = time.perf_counter(), time.process_time()
                 turn.outcomes[name] = contender.run(workload)
                 turn.seconds[name] = time.perf_counter() - start
@@ -106,7 +104,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(names: Sequence[str], rounds: Sequence[Round]) -> list[Ratio]:
-    """How many times as fast the first of these contenders is as each other, round by round."""
+    """How many times as fast the first contender is as each of the others, by round."""
     first, *others = names
     return [
         Ratio(
@@ -119,7 +117,7 @@ def ratios(names: Sequence[str], rounds: Sequence[Round]) -> list[Ratio]:
 
 
 def first_difference(names: Sequence[str], rounds: Sequence[Round]) -> Difference | None:
-    """Where somebody's tokens are not those of the first of these contenders in the first round."""
+    """Find a token that differs from those of the first contender in the first round."""
     against = names[0]
     expected = rounds[0].outcomes[against]
     for turn in rounds:
@@ -139,7 +137,7 @@ def first_difference(names: Sequence[str], rounds: Sequence[Round]) -> Differenc
 
 
 def _differ(ours: TokenIds, theirs: TokenIds) -> tuple[int, int] | None:
-    """(request, position) of the first token that is not the same."""
+    """(request, position) of the first token that differs."""
     for request, (some, others) in enumerate(zip(ours, theirs, strict=True)):
         for position in range(max(len(some), len(others))):
             if _at(some, position) != _at(others, position):

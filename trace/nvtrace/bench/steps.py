@@ -1,16 +1,15 @@
-"""Step classes: where a step's time went, and how far it is from what the bytes alone would take.
+"""Step classes: where the time of a step went, and how it compares to reading its bytes.
 
-Knows a trace's step events and the arithmetic of the byte floor. Does not measure: the times from
-outside come from `rounds.py`, the bandwidth from `machine.py`.
+The times measured outside of the engine come from `rounds.py`, the bandwidth from `machine.py`.
 
 A decode step must read every weight once, and every key and value of every context:
 
     floor = (weight bytes + context tokens x KV bytes of a token) / bandwidth
 
-The bandwidth is a copy's. What only reads can be a few percent faster.
+The bandwidth is that of a copy. Reading alone can be a few percent faster.
 
-Scheduling never looks at the clock. So step 17 of the engine that is traced and step 17 of the one
-that is not do the same, and the trace tells what both were.
+Scheduling does not depend on time. So step 17 of the traced engine and step 17 of the untraced one
+compute the same, and the trace describes both.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PHASES = ("prefill", "mixed", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What a decode step must read, and how fast that can be.
+    """What a decode step must read, and the bandwidth.
 
     Attributes:
         weight_bytes: of all weights that a step reads.
@@ -52,18 +51,19 @@ class Floor:
         return cls(model.weight_bytes, model.kv_bytes_per_token, bytes_per_second)
 
     def step_ms(self, num_context_tokens: int) -> float:
-        """What the bytes of a decode step over so many tokens of context take, in milliseconds."""
+        """Milliseconds to read the bytes of a decode step with so many tokens of context."""
         num_bytes = self.weight_bytes + num_context_tokens * self.kv_bytes_per_token
         return num_bytes / self.bytes_per_second * 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a trace tells of one step.
+    """What a trace has about one step.
 
     Attributes:
-        num_context_tokens: of all sequences together, those computed now included; None unless it
-            is a decode step.
+        end: its last event.
+        num_context_tokens: of all sequences together, including those computed in this step; None
+            if it is not a decode step.
     """
 
     end: ev.StepEnd
@@ -71,7 +71,7 @@ class StepFacts:
 
 
 def read_steps(records: Iterable[Record]) -> dict[int, StepFacts]:
-    """The steps of a trace that came to their end, by their number."""
+    """The complete steps of a trace, by their number."""
     steps: dict[int, StepFacts] = {}
     contexts: dict[int | None, int] = {}
     for record in records:
@@ -93,12 +93,12 @@ def step_classes(
     untraced_ns: Mapping[int, int],
     floor: Floor,
 ) -> list[StepClass]:
-    """Sort steps into classes: the same phase, and batch sizes between two powers of 2.
+    """Group steps into classes: the same phase, and batch sizes between two powers of 2.
 
     Args:
-        steps: what the trace tells, by the step's number.
-        traced_ns: how long each step took from outside. Only the steps in here are looked at.
-        untraced_ns: the same of the engine that is not traced; empty if none ran.
+        steps: from the trace, by step number.
+        traced_ns: the time of each step, measured outside of the engine. Only these steps are used.
+        untraced_ns: the same for the untraced engine; empty if it did not run.
         floor: for decode steps.
 
     Returns:
@@ -142,7 +142,7 @@ def _step_class(
 
 
 def _shares(ends: Sequence[ev.StepEnd], traced_ns: Sequence[int]) -> Shares:
-    """The median time of each part, by the sum of these: one slow step does not tip them."""
+    """The median time of each part, divided by their sum: one slow step changes little."""
     rests = [max(ns - end.wall_ns, 0) for ns, end in zip(traced_ns, ends, strict=True)]
     parts = {
         "schedule": median(end.schedule_ns for end in ends),

@@ -1,13 +1,12 @@
-"""Workloads: which prompts, and how many tokens are asked for.
+"""Workloads: prompts, and how many tokens to generate.
 
-Knows seeds and lengths. Does not know models beyond the size of their vocabulary, nor who will do
-the work. Prompts are random token ids: their text does not matter, their lengths do.
+Prompts are random token ids: only their lengths matter.
 
-    uneven   16 prompts of 16 to 128 tokens, outputs of 16 to 192: a batch whose requests end at
-             different times, so that a static one carries the dead with it
-    seed     the benchmark of nano-vllm, which this engine grew from: 256 requests of 100 to 1024
-             tokens each way, 133,966 output tokens with seed 0
-    decode   equal requests, all at the same place: one step class after the other
+    uneven   16 prompts of 16 to 128 tokens, outputs of 16 to 192: the requests end at different
+             times, so that a static batch has more and more empty places
+    seed     the benchmark of nano-vllm, on which this engine is based: 256 requests with prompts
+             and outputs of 100 to 1024 tokens, 133,966 output tokens with seed 0
+    decode   equal requests, all at the same position: one step class after another
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WORKLOADS = ("uneven", "seed", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and exactly how many tokens are asked for."""
+    """A prompt, and exactly how many tokens to generate."""
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
@@ -35,8 +34,8 @@ class Workload:
     """Requests that all arrive at once.
 
     Attributes:
-        temperature: 0 takes the likeliest token, so that answers can be compared.
-        is_comparison: do transformers' ways run beside the engine, unless the user says?
+        temperature: 0 takes the most likely token, so that answers can be compared.
+        is_comparison: is it compared with transformers by default?
     """
 
     name: str
@@ -46,26 +45,26 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that are handed in."""
+        """Tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        """Useful tokens: those that are asked for."""
+        """Tokens to generate, of all requests."""
         return sum(request.output_len for request in self.requests)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Tokens of the longest request, prompt and output together."""
         return max(len(request.prompt_token_ids) + request.output_len for request in self.requests)
 
-    def num_pages(self, page_size: int) -> int:
-        """KV pages that hold all requests at once."""
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that hold all requests at once."""
         lengths = (len(r.prompt_token_ids) + r.output_len for r in self.requests)
-        return sum(-(-length // page_size) for length in lengths)
+        return sum(-(-length // block_size) for length in lengths)
 
     def first(self, num_requests: int | None) -> Workload:
-        """The same workload with its first requests only; all of them if None."""
+        """The same workload with the first requests only; None for all."""
         return replace(self, requests=self.requests[:num_requests])
 
 
@@ -77,7 +76,7 @@ class DecodeClasses:
     context_lens: tuple[int, ...]
 
 
-# What a device can do in a minute or two.
+# These take a minute or two on such a device.
 CPU_CLASSES = DecodeClasses((1, 16, 32), (512,))
 GPU_CLASSES = DecodeClasses((1, 16, 64, 256), (512, 2048))
 
@@ -91,19 +90,19 @@ def require_fitting(
     vocab_size: int,
     max_position_embeddings: int,
 ) -> None:
-    """Refuse what a model cannot be asked.
+    """Check that a model can run a workload.
 
     Args:
         name: "uneven", "seed" or "decode".
         seed: of prompts and lengths.
         num_requests: the first requests only; None for all.
-        classes: what `decode` goes through; nothing of it is drawn, since it may be huge.
+        classes: of `decode`. Its prompts are not created here, because they may be huge.
         vocab_size: the model's.
         max_position_embeddings: the model's.
 
     Raises:
-        BenchmarkError: no workload is called so, it draws token ids that the vocabulary does not
-            have, or the model has no positions for its longest request.
+        BenchmarkError: there is no such workload, or the model's vocabulary is too small, or its
+            longest request has more tokens than the model has positions.
     """
     if name not in WORKLOADS:
         raise BenchmarkError(f"there is no workload {name}: use one of {', '.join(WORKLOADS)}")
@@ -132,13 +131,13 @@ def make_workloads(name: str, seed: int, vocab_size: int, classes: DecodeClasses
     Args:
         name: "uneven", "seed" or "decode".
         seed: of prompts and lengths.
-        vocab_size: of the model that will run it, which `require_fitting` has let pass.
-        classes: what `decode` goes through.
+        vocab_size: of the model that will run it, checked by `require_fitting`.
+        classes: of `decode`.
     """
     if name == "uneven":
         return [uneven(seed, vocab_size)]
     if name == "seed":
-        return [seed_project(seed)]
+        return [nano_vllm(seed)]
     return [
         decode(batch_size, context_len, seed, vocab_size)
         for context_len in classes.context_lens
@@ -156,8 +155,8 @@ def uneven(seed: int, vocab_size: int) -> Workload:
     return Workload("uneven", tuple(requests), is_comparison=True)
 
 
-def seed_project(seed: int) -> Workload:
-    """nano-vllm's benchmark, its numbers drawn in its order: all prompts, then all lengths."""
+def nano_vllm(seed: int) -> Workload:
+    """nano-vllm's benchmark, with its order of random numbers: all prompts, then all lengths."""
     draw = random.Random(seed)  # noqa: S311 - seeded, so that a benchmark can be repeated
     prompts = [_token_ids(draw, draw.randint(100, 1024), _SEED_LARGEST_ID + 1) for _ in range(256)]
     requests = [Request(prompt, draw.randint(100, 1024)) for prompt in prompts]
@@ -165,7 +164,7 @@ def seed_project(seed: int) -> Workload:
 
 
 def decode(batch_size: int, context_len: int, seed: int, vocab_size: int) -> Workload:
-    """`batch_size` prompts of `context_len` tokens, and 32 decode steps of them all."""
+    """`batch_size` prompts of `context_len` tokens, and 32 decode steps of all of them."""
     draw = random.Random(seed)  # noqa: S311 - seeded, so that a benchmark can be repeated
     requests = (
         Request(_token_ids(draw, context_len, vocab_size), _NUM_DECODE_STEPS + 1)  # one by prefill

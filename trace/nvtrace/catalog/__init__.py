@@ -1,25 +1,25 @@
-"""The words: what every event, field and reason code is called, in each language.
+"""The catalogs (`en.toml`, `zh.toml`): all texts about events, fields and codes, per language.
 
-Knows the catalog files (`en.toml`, `zh.toml`) and how to fill in a sentence. Does not know the
-event structs: a test holds the catalogs against them. An event, field or code that no catalog has
-(it came from a newer minor version) is called by its own name.
+A test compares the catalogs with the event structs. An event, field or code that is not in a
+catalog (from a newer minor version) is shown by its own name.
 
-    [ui]                               sentences of the command line, with {places}
+    [ui]                               messages of the command line, with {placeholders}
     [scenarios.example]                title, story
-    [fields]                           a field's meaning, wherever it appears
+    [fields]                           the meaning of a field, in any event
     [events.PREEMPT]                   title, meaning, when (its phases)
-    [events.PREEMPT.fields]            a field that means something of its own in this event
-    [events.PREEMPT.codes.reason]      a code of the field `reason`, in words
+    [events.PREEMPT.fields]            the meaning of a field in this event only
+    [events.PREEMPT.codes.reason]      the meaning of a code of the field `reason`
     [check.invariants]                 an invariant's title, and what it teaches
     [check.facts]                      what a finding compares
-    [check.sentences]                  sentences of `nvtrace check`
-    [reference]                        pieces of the pages that `make reference` writes
+    [check.sentences]                  messages of `nvtrace check`
+    [reference]                        parts of the pages that `make reference` writes
     [columns.rows]                     what a row of a DataFrame is
-    [columns.sources]                  what a DataFrame is made of
+    [columns.sources]                  which events a DataFrame is made from
     [columns.meanings]                 a column's meaning: "FRAME.COLUMN", or "COLUMN" for the rest
     [columns.units]                    a unit
 
-`[columns]` is not in `en.toml`: its English words are in `analysis/columns.py`, and are given.
+`[columns]` is not in `en.toml`: its English texts are in `analysis/columns.py`, and are passed as
+arguments.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LANGUAGES: tuple[Language, ...] = get_args(Language)
 
 
 class Catalog:
-    """The words of one language.
+    """The texts of one language.
 
     Args:
-        language: which one.
+        language: of the texts.
         words: the parsed catalog file.
     """
 
@@ -63,20 +63,20 @@ class Catalog:
         return str(self._events.get(tag, {}).get("meaning", ""))
 
     def field(self, tag: str, name: str) -> str:
-        """What a field of an event holds, with its unit."""
+        """The meaning of an event's field, with its unit."""
         own = self._events.get(tag, {}).get("fields", {})
         return str(own.get(name, self._fields.get(name, "")))
 
     def codes(self, tag: str, field: str = "reason") -> dict[str, str]:
-        """Every code that a field of an event may hold, in words."""
+        """The codes of an event's field -> their meanings."""
         return dict(self._events.get(tag, {}).get("codes", {}).get(field, {}))
 
     def reason(self, tag: str, code: str) -> str:
-        """A reason code in words."""
+        """The meaning of a reason code."""
         return self.codes(tag).get(code, code)
 
     def scenario(self, name: str) -> tuple[str, str]:
-        """A scenario's title and its story in a sentence."""
+        """A scenario's title and its story in one sentence."""
         words = self._scenarios.get(name, {})
         return str(words.get("title", name)), str(words.get("story", ""))
 
@@ -86,53 +86,53 @@ class Catalog:
         return str(title), str(teaches)
 
     def fact(self, name: str) -> str:
-        """What a finding compares; an event's own field is called by its name."""
+        """What a finding compares; for an event's own field, its name."""
         return str(self._check["facts"].get(name, name))
 
     def check(self, key: str, **values: object) -> str:
-        """A sentence of `nvtrace check`, as `ui`."""
+        """A message of `nvtrace check`, as `ui`."""
         return str(self._check["sentences"][key]).format_map(values)
 
     def reference(self, key: str, **values: object) -> str:
-        """A piece of the events page or the columns page, as `ui`."""
+        """A part of the events page or the columns page, as `ui`."""
         return self._reference[key].format_map(values)
 
     def row(self, frame: str, english: str) -> str:
-        """What a row of a DataFrame is, given it in English."""
+        """What a row of a DataFrame is; `english` if there is no translation."""
         return self._columns.get("rows", {}).get(frame, english)
 
     def source(self, frame: str, english: str) -> str:
-        """What a DataFrame is made of, given it in English."""
+        """Which events a DataFrame is made from; `english` if there is no translation."""
         return self._columns.get("sources", {}).get(frame, english)
 
     def column(self, frame: str, column: str, english: str) -> str:
-        """What a column of a DataFrame holds, given it in English."""
+        """The meaning of a column of a DataFrame; `english` if there is no translation."""
         meanings = self._columns.get("meanings", {})
         return meanings.get(f"{frame}.{column}", meanings.get(column, english))
 
     def unit(self, english: str) -> str:
-        """A column's unit, given it in English; "" for none."""
+        """A column's unit; `english` if there is no translation, "" for no unit."""
         return self._columns.get("units", {}).get(english, english)
 
     def ui(self, key: str, **values: object) -> str:
-        """A sentence of the command line.
+        """A message of the command line.
 
         Args:
             key: its name under [ui].
-            **values: what goes into its {places}.
+            **values: for its {placeholders}.
 
         Raises:
-            KeyError: no such sentence, or a place without a value.
+            KeyError: there is no such message, or a placeholder has no value.
         """
         return self._ui[key].format_map(values)
 
     def ui_or(self, key: str, otherwise: str, **values: object) -> str:
-        """The sentence `key`, or `otherwise` if it is made of a code that has no sentence."""
+        """The message `key`, or `otherwise` if the key is made of a code that has no message."""
         return self.ui(key if key in self._ui else otherwise, **values)
 
 
 def load_catalog(language: Language) -> Catalog:
-    """Read the words of one language.
+    """Read the catalog of one language.
 
     Raises:
         ValueError: there is no catalog for this language.

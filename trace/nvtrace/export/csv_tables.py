@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace.export import json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
-from nvtrace.files import together
+from nvtrace.files import atomic_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,7 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
     """
     num_rows = 0
     writers: dict[str, Any] = {}
-    with together() as draft_of, ExitStack() as files:
+    with atomic_writes() as draft_of, ExitStack() as files:
         for rank, record in records:
             name = table_of(record)
             if name not in writers:

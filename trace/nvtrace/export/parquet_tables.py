@@ -24,7 +24,7 @@ from urllib.parse import quote
 from nvtrace.envelope import Header
 from nvtrace.export import ExportError, json_cell
 from nvtrace.export.tables import TABLES, row_of, table_of
-from nvtrace.files import together
+from nvtrace.files import atomic_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +57,7 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
     num_rows = 0
     run_ids: dict[int, str] = {}
     parts: dict[tuple[str, int], _Part] = {}
-    with together() as draft_of, ExitStack() as files:
+    with atomic_writes() as draft_of, ExitStack() as files:
         for rank, record in records:
             if isinstance(record, Header):
                 run_ids[rank] = record.run_id

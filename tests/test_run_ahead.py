@@ -1,7 +1,7 @@
 """Steps that are launched ahead: a right guess saves time, a wrong one changes nothing.
 
 The fake runner computes every step that it is told to run ahead at once, as a GPU would. All tests
-with digests in the KV slots thereby also show that this spoils no page. Here: what is foreseen.
+with digests in the KV slots thereby also show that this spoils no page. Here: what is predicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import given
 
 from nanovllm.engine import core
 from nanovllm.engine.core import EngineCore
-from nanovllm.gpu.foresight import foresee
+from nanovllm.gpu.run_ahead import predict_next_step
 from nanovllm.sampling_params import SamplingParams
 from support.fake_runner import Settings, make_engine, runner_of
 from support.workload import Run, Workload, workloads
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.core import Launched
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.scheduler import Scheduler
-    from nanovllm.gpu.foresight import Foresight
+    from nanovllm.gpu.run_ahead import NextStep
 
 
 def engine_with(*prompts: list[int], max_tokens: int = 30, **settings: Any) -> LLMEngine:  # noqa: ANN401 - as Settings takes them
@@ -36,13 +36,13 @@ def engine_with(*prompts: list[int], max_tokens: int = 30, **settings: Any) -> L
 
 
 @given(workloads(with_aborts=False))
-def test_a_step_that_is_foreseen_comes_true_if_nobody_comes_or_goes(workload: Workload) -> None:
+def test_a_step_that_is_predicted_comes_true_if_nobody_comes_or_goes(workload: Workload) -> None:
     requests = [replace(request, arrival=0) for request in workload.requests]
     run = Run(replace(workload, requests=requests)).go()
-    assert runner_of(run.engine).num_in_vain == 0
+    assert runner_of(run.engine).num_discarded == 0
 
 
-def test_a_steady_decode_is_foreseen_in_every_step_over_page_borders_too() -> None:
+def test_a_steady_decode_is_predicted_in_every_step_over_page_borders_too() -> None:
     engine = engine_with([1, 2], [1], kvcache_block_size=4, enable_prefix_caching=False)
     while not engine.is_finished():
         engine.step()
@@ -52,7 +52,7 @@ def test_a_steady_decode_is_foreseen_in_every_step_over_page_borders_too() -> No
 
 @pytest.mark.parametrize("kvcache_block_size", [64, 3, 1])
 @pytest.mark.parametrize("is_caching", [True, False], ids=["caching", "not caching"])
-def test_a_step_that_somebody_ends_in_is_foreseen_and_so_is_who_takes_the_pages(
+def test_a_step_that_somebody_ends_in_is_predicted_and_so_is_who_takes_the_pages(
     kvcache_block_size: int, is_caching: bool
 ) -> None:
     engine = make_engine(
@@ -68,30 +68,30 @@ def test_a_step_that_somebody_ends_in_is_foreseen_and_so_is_who_takes_the_pages(
     # which page comes next where the last page of the one that ends is about to be published.
     num_untold = {64: 0, 3: 1, 1: 2}[kvcache_block_size] if is_caching else 0
     assert runner_of(engine).num_ahead == 18 - num_untold
-    assert runner_of(engine).num_in_vain == 0
+    assert runner_of(engine).num_discarded == 0
 
 
 def test_a_step_begins_before_the_tokens_are_there_if_they_could_not_change_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who may end takes no page with him: his row is computed in vain, the others' count."""
-    foreseen: list[tuple[bool, bool]] = []
+    """Who may end takes no page: the result of that row is discarded, the others are used."""
+    predicted: list[tuple[bool, bool]] = []
 
     def listening(
         scheduler: Scheduler, batch: Batch, token_ids: list[int] | None = None
-    ) -> Foresight | None:
-        foresight = foresee(scheduler, batch, token_ids)
-        foreseen.append((token_ids is None, foresight is not None))
-        return foresight
+    ) -> NextStep | None:
+        next_step = predict_next_step(scheduler, batch, token_ids)
+        predicted.append((token_ids is None, next_step is not None))
+        return next_step
 
-    monkeypatch.setattr(core, "foresee", listening)
+    monkeypatch.setattr(core, "predict_next_step", listening)
     engine = make_engine(Settings(kvcache_block_size=64, num_kvcache_blocks=40))
     prompts = [[1, 2, number] for number in range(7)] + [[2, 1, number] for number in range(7)]
     outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9))
     assert {output["finish_reason"] for output in outputs} == {"stop", "length"}
-    assert foreseen.count((True, True)) == runner_of(engine).num_ahead > 5
-    assert (False, True) not in foreseen
-    assert runner_of(engine).num_in_vain == 0
+    assert predicted.count((True, True)) == runner_of(engine).num_ahead > 5
+    assert (False, True) not in predicted
+    assert runner_of(engine).num_discarded == 0
 
 
 def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right() -> None:
@@ -108,7 +108,7 @@ def test_an_arrival_and_an_abort_make_the_guess_wrong_and_the_answers_stay_right
     outputs = {}
     while not engine.is_finished():
         outputs.update({output["seq_id"]: output for output in engine.step()})
-    assert runner_of(engine).num_in_vain == 1  # the arrival; the row of the aborted is not missed
+    assert runner_of(engine).num_discarded == 1  # the arrival; the row of the aborted is not missed
     assert outputs[0]["token_ids"] == expected[0]["token_ids"]
 
 
@@ -116,7 +116,7 @@ def visit_between_two_steps(engine: LLMEngine) -> None:
     """A step of the first request is launched ahead into a new page; a visitor takes that page."""
     engine.add_request([1, 2, 1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     engine.step()
-    engine.step()  # foresees that the first one takes the free list's head
+    engine.step()  # predicts that the first one takes the free list's head
     engine.add_request([2], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     while not engine.is_finished():  # the visitor comes, writes to that page, and goes
         engine.step()
@@ -127,7 +127,7 @@ def test_a_page_that_a_visitor_has_overwritten_is_computed_again(
 ) -> None:
     engine = make_engine(Settings(kvcache_block_size=4, num_kvcache_blocks=8))
     visit_between_two_steps(engine)
-    assert runner_of(engine).num_in_vain == 1
+    assert runner_of(engine).num_discarded == 1
 
     def keep(engine_core: EngineCore, batch: Batch) -> Launched | None:
         ahead = engine_core._ahead
@@ -147,4 +147,4 @@ def test_a_page_that_is_still_published_is_not_written_to_on_a_guess() -> None:
         assert set(engine.scheduler.block_manager.cached_blocks.values()) <= {0, 1}
     runner = runner_of(engine)
     # 6 decodes: the first follows a prefill; the one that takes the published page is not guessed.
-    assert (runner.num_ahead, runner.num_in_vain) == (4, 0)
+    assert (runner.num_ahead, runner.num_discarded) == (4, 0)

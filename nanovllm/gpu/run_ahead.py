@@ -1,10 +1,10 @@
-"""Foresight: what the next step will be, if nobody comes or goes in between.
+"""predict_next_step: what the next step will be, so that a GPU can run ahead.
 
-Asked before `Scheduler.postprocess`, and first even before the step's tokens are there, so that a
-GPU can begin the next step while the host still ends this one. Whatever happens in between (a
-request comes, say) makes it a wrong guess. A wrong guess costs time, and never changes a result.
+It is called before `Scheduler.postprocess`, first even before the step's tokens are known, so that
+a GPU can begin the next step while the host still ends this one. The prediction may be wrong: a
+request may arrive in between, say. A wrong prediction costs time, but never changes a result.
 
-Reads the scheduler's queues and the pool's free list. Changes nothing, and imports no torch.
+It reads the scheduler's queues and the pool's free list and changes nothing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
-    """The next step: this batch again, each sequence one token further.
+class NextStep:
+    """A prediction of the next step: a decode of this batch, without the sequences that end.
 
     Attributes:
-        ending: indices in this batch of those that end with this step's tokens.
-        going_on: indices of the others: the next step's batch.
-        new_blocks: the (index, block) of each sequence that gets a block before its next token.
+        ending: indices in this batch of the sequences that end with this step's tokens.
+        continuing: indices of the others: the next step's batch.
+        new_blocks: (index, block id) of each sequence that gets a new block for its next token.
         seqs: the next step's sequences.
-        positions: where the next token of each is.
+        positions: the position of each sequence's next token.
     """
 
     ending: list[int]
-    going_on: list[int]
+    continuing: list[int]
     new_blocks: list[tuple[int, int]]
     seqs: list[Sequence]
     positions: list[int]
 
     def rows_of(self, batch: Batch) -> list[int] | None:
-        """Which of `seqs` are in the batch that was scheduled, if the others have ended.
+        """Compare the prediction with the batch that was scheduled.
 
         Returns:
-            Their indices; None if it is another step than was foreseen.
+            The indices in `seqs` of the batch's sequences, if all others have ended; None if the
+            prediction was wrong.
         """
         if batch.num_prefills:
             return None
@@ -51,7 +52,7 @@ class Foresight:
         seq = next(wanted, None)
         for row, candidate in enumerate(self.seqs):
             if candidate is seq:
-                block_id = block_of.get(self.going_on[row])
+                block_id = block_of.get(self.continuing[row])
                 is_there = block_id is None or seq.block_table[-1] == block_id
                 if not is_there or seq.num_computed_tokens != self.positions[row]:
                     return None
@@ -62,24 +63,24 @@ class Foresight:
         return rows if seq is None else None
 
 
-def foresee(
+def predict_next_step(
     scheduler: Scheduler, batch: Batch, token_ids: list[int] | None = None
-) -> Foresight | None:
-    """Will the next step be this one again, one token further?
+) -> NextStep | None:
+    """Predict whether the next step is a decode of the same batch, or of what is left of it.
 
     Args:
-        scheduler: that chose the batch.
-        batch: the step under way.
-        token_ids: one sampled token for each of `batch.sampled_seqs`; None if unknown yet. Then
-            only those are foreseen to end that have reached their length.
+        scheduler: the scheduler that chose the batch.
+        batch: of the step in progress.
+        token_ids: one sampled token for each of `batch.sampled_seqs`; None if not known yet. Then
+            only the sequences that reach their length are predicted to end.
 
     Returns:
-        What the next step will be; None for another step, or where it cannot be told.
+        The next step; None if it will be another kind of step, or cannot be predicted.
     """
     if scheduler.waiting or batch.num_prefills or len(batch.seqs) < len(scheduler.running):
         return None
     block_size = scheduler.block_manager.block_size
-    ending, going_on, takers, may_end = [], [], [], False
+    ending, continuing, need_block, may_end = [], [], [], False
     for index, seq in enumerate(batch.seqs):
         num_tokens = len(seq.token_ids) + 1  # with this step's
         if num_tokens >= seq.max_num_tokens or (
@@ -87,33 +88,34 @@ def foresee(
         ):
             ending.append(index)
             continue
-        going_on.append(index)
-        # Whether a stop string is reached, only the text tells.
+        continuing.append(index)
+        # A stop string can be found only when the tokens are decoded to text, which is later.
         may_end |= bool(seq.sampling_params.stop or (token_ids is None and seq.end_token_ids))
         if num_tokens > len(seq.block_table) * block_size:
-            takers.append(index)
-    if not going_on or (may_end and takers):
-        return None  # the blocks of one that ends would be taken first
+            need_block.append(index)
+    if not continuing or (may_end and need_block):
+        return None  # if a sequence ends, its blocks are taken before those of the free list
     seqs_ending = [batch.seqs[index] for index in ending]
-    block_ids = next_blocks(scheduler.block_manager, len(takers), seqs_ending)
+    block_ids = next_blocks(scheduler.block_manager, len(need_block), seqs_ending)
     if block_ids is None:
         return None
-    seqs = [batch.seqs[index] for index in going_on]
+    seqs = [batch.seqs[index] for index in continuing]
     positions = [seq.num_computed_tokens + 1 for seq in seqs]
-    return Foresight(ending, going_on, list(zip(takers, block_ids, strict=True)), seqs, positions)
+    new_blocks = list(zip(need_block, block_ids, strict=True))
+    return NextStep(ending, continuing, new_blocks, seqs, positions)
 
 
 def next_blocks(pool: BlockManager, num_blocks: int, ending: list[Sequence]) -> list[int] | None:
-    """The blocks that will be taken next, once `ending` have given theirs back.
+    """The blocks that will be taken next, after the blocks of `ending` were freed.
 
     Returns:
-        None if there are not so many, or one of them still holds something cached, or that cannot
-        be told yet: the last block of one that ends is full, and about to be cached.
+        None if there are not enough, or if one of them is hashed, or if this is not known yet: the
+        last block of a sequence that ends is full, and will be hashed.
     """
     is_filled = any(seq.num_tokens % pool.block_size == 0 for seq in ending)
     if num_blocks and is_filled and pool.enable_prefix_caching:
         return None
-    returned = (  # to the list's head, by `deallocate`; the others go to its end
+    returned = (  # to the head of the free list, by `deallocate`; hashed ones go to its tail
         block_id
         for seq in reversed(ending)
         for block_id in seq.block_table

@@ -1,7 +1,7 @@
-"""Launch: this process's place, where a launcher such as torchrun started a process a rank.
+"""TorchrunRank: which rank this process is, if torchrun (or a launcher like it) started it.
 
-Knows the environment variables of torch's launchers. Does not know torch, so that whoever only
-needs to know which rank this is (for a file's name, say) need not load it.
+It is read from the environment, without torch, so that a program that only needs the rank (for a
+file name, say) need not load torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TorchrunRank:
     """One of `world_size` processes that run the same script.
 
     Attributes:
-        rank: this one's number.
-        world_size: how many there are, on all machines together.
-        local_rank: this one's number on its machine.
-        num_local_ranks: how many there are on its machine.
+        rank: of this process.
+        world_size: the number of processes, on all machines together.
+        local_rank: of this process on its machine.
+        num_local_ranks: the number of processes on this machine.
     """
 
     rank: int
@@ -32,15 +32,15 @@ class Launch:
     num_local_ranks: int
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Launch | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> TorchrunRank | None:
         """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
         Returns:
-            None if no launcher has started this process: RANK, WORLD_SIZE, MASTER_ADDR and
-            MASTER_PORT are not all there.
+            None if no launcher has started this process: not all of RANK, WORLD_SIZE, MASTER_ADDR
+            and MASTER_PORT are set.
 
         Raises:
-            ValueError: one of them is no sensible number.
+            ValueError: one of them is not a whole number, or RANK is not below WORLD_SIZE.
         """
         if not all(environment.get(name) for name in _REQUIRED):
             return None

@@ -1,7 +1,7 @@
-"""Scripts for vLLM and nano-vllm: what they say that this engine has not, and what to write here.
+"""Names that scripts for vLLM and nano-vllm use and this engine does not have (`vllm_names.toml`).
 
-Knows their names, by `peers.toml`. Their options are taken where they change nothing. Does not know
-what our own options mean.
+An option whose value changes nothing is accepted. Any other is an error that says what to write
+instead.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 T = TypeVar("T")
-PEERS: dict[str, dict[str, Any]] = tomllib.loads(
+NAMES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text("utf-8")
 )
 
 
 def no_such(what: str, name: str, own: Collection[str]) -> str:
-    """Return a sentence: `what` has no such name; what to write instead, or what it has."""
-    instead = PEERS["instead"].get(name, f"it has: {', '.join(own)}")
+    """Return a message: there is no such name, and what to write instead, or which names exist."""
+    instead = NAMES["instead"].get(name, f"it has: {', '.join(own)}")
     return f"{what} {name!r}; {instead}"
 
 
 def own_options(what: str, options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Return the options without those of the peers that change nothing.
+    """Return the options in `own`. Options of vLLM whose value changes nothing are left out.
 
     Raises:
-        TypeError: another one is not among `own`.
+        TypeError: any other option is not in `own`.
     """
     for name in (name for name in options if name not in own):
-        value, off = options[name], PEERS["changes_nothing"].get(name)
+        value, off = options[name], NAMES["changes_nothing"].get(name)
         if off is None or not (value is None or (isinstance(value, Real) and value in off)):
             raise TypeError(no_such(f"{what} has no option", name, own))
     return {name: value for name, value in options.items() if name in own}
 
 
-def for_peers(*methods: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a class: these methods take such options, and a missing name says what to write."""
+def accepts_vllm_options(*methods: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a class: `methods` accept vLLM's options, and a missing attribute gives advice."""
 
     def missing(self: object, name: str) -> NoReturn:
         own = [each for each in dir(type(self)) if not each.startswith("_")]

@@ -154,7 +154,7 @@ class _StepMoments:
 
     Attributes:
         has_inputs: are its inputs worked out?
-        num_told: how many of its events were news of an earlier moment.
+        num_shown: how many of its events were news of an earlier moment.
     """
 
     step: Step
@@ -162,7 +162,7 @@ class _StepMoments:
     inputs: Inputs | None = None
     layout: ev.Layout | None = None
     claims: list[Claim] = field(default_factory=list)
-    num_told: int = 0
+    num_shown: int = 0
 
     @property
     def is_scheduled(self) -> bool:
@@ -184,9 +184,9 @@ class _StepMoments:
 
     def moment(self, point: Point, after: Sequence[ev.Event] = ()) -> Moment:
         """The moment reached now. `after`: events that came after the step."""
-        step, num_told = self.step, self.num_told
-        self.num_told = len(step.events)
-        news = [*([] if num_told else step.before), *step.events[num_told:], *after]
+        step, num_shown = self.step, self.num_shown
+        self.num_shown = len(step.events)
+        news = [*([] if num_shown else step.before), *step.events[num_shown:], *after]
         inputs, layout, claims = self.inputs, self.layout, self.claims
         return Moment(step.index, point, step.state, step.schedule, inputs, layout, claims, news)
 

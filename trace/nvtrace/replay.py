@@ -262,7 +262,7 @@ class Step:
         before: events since the step before (arrivals, outputs).
         events: the step's own events.
         schedule: what was decided; None if the trace ends before.
-        end: its STEP_END; None if the trace ends, or an error struck, before.
+        end: its STEP_END; None if the trace ends, or the step fails, before.
         state: the state after it. Later events change it: copy what you keep.
     """
 
@@ -277,8 +277,8 @@ class Step:
 class StepFold:
     """The state, event by event, and the step that each event is part of.
 
-    All grouping of events into steps is done here. Only the events of the current step are kept,
-    and those between it and the step before.
+    All grouping of events into steps is done here; only the check and the Perfetto export need
+    their own, and say why. Events are kept for the current step, and since the step before.
 
     Args:
         state: the state to start from; a new one if None.

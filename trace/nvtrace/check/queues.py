@@ -120,7 +120,7 @@ def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
         yield Conflict(Fact("status", event.status), Fact("table", [*seq.block_table]))
 
 
-def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
+def _transition_facts(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     num_tokens = seq.num_completion_tokens
     yield from differ(
@@ -131,7 +131,7 @@ def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conf
     yield from differ("token_id", event.token_id, "last_sampled", token_id)
 
 
-def _told_of_abort(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Conflict]:
+def _abort_facts(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     expected = seq.num_completion_tokens
     yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", expected)
@@ -344,8 +344,8 @@ RULES = (
     ),
     Rule("one_queue", "after", (ev.RequestEnqueue, ev.StateTransition), _one_queue),
     Rule("transitions", "before", (ev.StateTransition,), _legal),
-    Rule("request_facts", "before", (ev.StateTransition,), _told_of_request),
-    Rule("request_facts", "before", (ev.RequestAbort,), _told_of_abort),
+    Rule("request_facts", "before", (ev.StateTransition,), _transition_facts),
+    Rule("request_facts", "before", (ev.RequestAbort,), _abort_facts),
     Rule("transitions", "before", (ev.BlocksRelease,), _of_abort),
     Rule("head_first", "before", (ev.StateTransition,), _head_first),
     Rule("budgets", "before", (ev.StateTransition,), _admitted),

@@ -173,12 +173,12 @@ def _pool_size(ledger: Ledger, event: ev.KvBudgetEstimate) -> Iterator[Conflict]
         available = min(available, event.limit_bytes) // max(event.num_local_ranks, 1)
     yield from differ("available_bytes", event.available_bytes, "room_sum", available)
     is_measured = event.peak_bytes is not None
-    for field, is_told in (
+    for field, is_recorded in (
         ("limit_bytes", event.limit_bytes is None),
         ("current_bytes", event.current_bytes is not None),
         ("graph_pool_bytes", event.graph_pool_bytes is not None),
     ):
-        yield from differ(field, is_told, "is_measured", is_measured)
+        yield from differ(field, is_recorded, "is_measured", is_measured)
     if event.free_bytes > event.total_bytes:
         yield Conflict(Fact("free_bytes", event.free_bytes), Fact("at_most", event.total_bytes))
     if (event.current_bytes or 0) > (event.peak_bytes or 0):
@@ -222,14 +222,14 @@ def _no_graphs(ledger: Ledger, event: ev.CudagraphSkip) -> Iterator[Conflict]:
     if ledger.init is None:
         return
     if ledger.init.enforce_eager or event.reason == "enforce_eager":
-        is_told = event.reason == "enforce_eager"
-        yield from differ("reason", is_told, "enforce_eager", ledger.init.enforce_eager)
+        is_recorded = event.reason == "enforce_eager"
+        yield from differ("reason", is_recorded, "enforce_eager", ledger.init.enforce_eager)
     elif ledger.init.device == "cpu" or event.reason == "device_has_no_graphs":
         expected = "device_has_no_graphs" if ledger.init.device == "cpu" else "cuda"
         yield from differ("reason", event.reason, "engine_device", expected)
     elif not ledger.init.fused_kernels or event.reason == "no_fused_kernels":
-        is_told = event.reason == "no_fused_kernels"
-        yield from differ("reason", is_told, "no_fused_kernels", not ledger.init.fused_kernels)
+        is_recorded = event.reason == "no_fused_kernels"
+        yield from differ("reason", is_recorded, "no_fused_kernels", not ledger.init.fused_kernels)
     else:
         backend = ledger.init.attention_backend
         yield from differ("reason", "sdpa", "engine_attention_backend", backend)

@@ -28,7 +28,7 @@ from nvtrace.catalog import load_catalog
 from nvtrace.check import Finding
 from nvtrace.check import check as check_trace
 from nvtrace.pipeline import Sink
-from nvtrace.whatif import Outcome, Recording, read_recording, rerun
+from nvtrace.whatif import Recording, RerunResult, read_recording, rerun
 
 TRACES = Path("../docs/traces")
 trace = nvtrace.load(TRACES / "gpu-benchmark.jsonl.zst")
@@ -87,7 +87,7 @@ def taking_turns(scheduler: Scheduler, batch: Batch) -> None:
 class Result(NamedTuple):
     """What came of a re-run."""
 
-    outcome: Outcome
+    outcome: RerunResult
     steps: pd.DataFrame
     tokens: pd.DataFrame
     findings: list[Finding]

@@ -62,7 +62,7 @@ def test_a_gantt_has_a_bar_for_each_span_and_the_first_request_on_top(
 
 
 def test_block_states_are_those_at_each_steps_end(trace: nvtrace.Trace) -> None:
-    states = plots.page_states(trace.blocks)
+    states = plots.block_states(trace.blocks)
     first = int(trace.blocks["step"].min())
     for step in range(first, first + states.shape[1]):
         state = trace.at(step)
@@ -74,15 +74,15 @@ def test_block_states_are_those_at_each_steps_end(trace: nvtrace.Trace) -> None:
 
 def test_many_steps_share_a_column(trace: nvtrace.Trace) -> None:
     blocks = trace.blocks.assign(step=trace.blocks["step"] * 1000)
-    states = plots.page_states(blocks)
+    states = plots.block_states(blocks)
     assert states.shape[1] == 2000
-    assert (states[:, -1] == plots.page_states(trace.blocks)[:, -1]).all()
+    assert (states[:, -1] == plots.block_states(trace.blocks)[:, -1]).all()
 
 
 def test_a_block_map_shows_every_block_at_every_step(trace: nvtrace.Trace, ax: Axes) -> None:
     assert plots.kv_block_map(trace.blocks, ax) is ax
     (image,) = ax.images
-    assert np.array_equal(np.asarray(image.get_array()), plots.page_states(trace.blocks))
+    assert np.array_equal(np.asarray(image.get_array()), plots.block_states(trace.blocks))
     assert legend(ax) == ["free", "cached", "in use", "shared"]
 
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from nvtrace import events as ev
-from nvtrace.at import Place, inputs_at, matches, moments
+from nvtrace.at import StepPoint, inputs_at, matches, moments
 from nvtrace.envelope import Footer, Header
 from nvtrace.nvindex import read_index
 from nvtrace.query import STATE_FIELDS, QueryError, parse
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import State
-from nvtrace.snapshots import Film, NoSuchStepError, load_state, save_state
+from nvtrace.snapshots import NoSuchStepError, SeekableTrace, load_state, save_state
 from support.cli import ROOT, call, spawn
 from support.cli_traces import chunked_run, write_records, write_trace
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
@@ -43,22 +43,22 @@ POINTS: tuple[Point, Point] = ("schedule", "end")
 
 
 @contextlib.contextmanager
-def film_of(data: bytes, spacing_bytes: int) -> Iterator[Film]:
+def film_of(data: bytes, spacing_bytes: int) -> Iterator[SeekableTrace]:
     """A trace in a file of its own, with snapshots as close as that."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         path.write_bytes(data)
-        yield Film(path, warn=pytest.fail, spacing_bytes=spacing_bytes)
+        yield SeekableTrace(path, warn=pytest.fail, spacing_bytes=spacing_bytes)
 
 
-def engines_word(recording: Recording) -> dict[Place, Snapshot]:
+def engines_word(recording: Recording) -> dict[StepPoint, Snapshot]:
     """What the engine itself was, at each moment of each step."""
     names: dict[str, Point] = {"schedule": "schedule", "postprocess": "end", "reset": "end"}
-    words: dict[Place, Snapshot] = {}
+    words: dict[StepPoint, Snapshot] = {}
     step = 0
     for point, snapshot in recording.points:
         step += point == "schedule"
-        words[Place(step, names[point])] = snapshot
+        words[StepPoint(step, names[point])] = snapshot
     return words
 
 
@@ -159,9 +159,9 @@ def test_a_trace_without_steps_has_none() -> None:
         path = Path(folder) / "trace.jsonl"
         path.write_bytes(data.split(b'{"event":"REQUEST_OUTPUT"')[0].split(b'{"event":"REQ')[0])
         with pytest.raises(NoSuchStepError, match="has no steps"):
-            Film(path).at(None, "end")
+            SeekableTrace(path).at(None, "end")
         with pytest.raises(NoSuchStepError, match="no step 1: it has none"):
-            Film(path).at(1, "end")
+            SeekableTrace(path).at(1, "end")
 
 
 # -- the inputs ------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def trace(tmp_path: Path) -> Path:
 def bytes_read(path: Path, step: int) -> tuple[list[int], str]:
     """How far a look at `step` read the trace from its start, and what it saw."""
     watched: list[int] = []
-    moment = Film(path, watch=watched.append, spacing_bytes=2000).at(step, "end")
+    moment = SeekableTrace(path, watch=watched.append, spacing_bytes=2000).at(step, "end")
     return watched, repr(snapshot_of_fold(moment.state))
 
 
@@ -453,12 +453,12 @@ def test_a_first_look_leaves_an_index_and_the_next_ones_use_it(trace: Path) -> N
 def test_a_look_reads_no_further_back_than_the_snapshot_before(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    film = Film(trace, spacing_bytes=2000)
+    film = SeekableTrace(trace, spacing_bytes=2000)
     offsets: list[int] = []
     original = film._moments
 
     def noting(number: int, **options: bool) -> Iterator[Moment]:
-        offsets.append(film._entrances[number].offset)
+        offsets.append(film._entries[number].offset)
         return original(number, **options)
 
     monkeypatch.setattr(film, "_moments", noting)
@@ -505,8 +505,8 @@ def test_an_index_that_tells_what_none_can_is_made_anew(trace: Path) -> None:
     bytes_read(trace, 3)
     index = trace.with_name(f"{trace.name}.nvindex")
     data = index.read_bytes()[64:]
-    for entrances in (b'"entrances":[]', b'"entrances":[{"step":0,"offset":-1}]', b"{"):
-        rest = data[:100] + b'{"size":1,"mtime_ns":1,"last_step":1,' + entrances + b"}"
+    for entries in (b'"entries":[]', b'"entries":[{"step":0,"offset":-1}]', b"{"):
+        rest = data[:100] + b'{"size":1,"mtime_ns":1,"last_step":1,' + entries + b"}"
         for place in (164, 100, 2**63, len(rest) + 64):
             whole = rest + place.to_bytes(8, "little")
             index.write_bytes(hashlib.blake2b(whole).digest() + whole)
@@ -526,18 +526,20 @@ def test_an_index_that_is_no_plain_file_is_neither_opened_nor_replaced(
         if kind != "fifo":
             index.symlink_to(fifo)
     mode = index.lstat().st_mode
-    seen = Film(trace, spacing_bytes=2000).at(12, "end")
-    assert snapshot_of_fold(seen.state) == snapshot_of_fold(Film(trace).at(12, "end").state)
+    seen = SeekableTrace(trace, spacing_bytes=2000).at(12, "end")
+    assert snapshot_of_fold(seen.state) == snapshot_of_fold(
+        SeekableTrace(trace).at(12, "end").state
+    )
     assert index.lstat().st_mode == mode
 
 
 def test_an_index_that_was_changed_after_it_was_opened_is_named(trace: Path) -> None:
-    film = Film(trace, spacing_bytes=2000)
+    film = SeekableTrace(trace, spacing_bytes=2000)
     data = bytearray(film.index_path.read_bytes())
     data[80:600] = bytes(520)
     film.index_path.write_bytes(data)
     with pytest.raises(UnreadableTraceError, match=r"nvindex was changed while it was read"):
-        film.at(film._entrances[1].step + 1, "end")
+        film.at(film._entries[1].step + 1, "end")
 
 
 def test_a_pipe_is_looked_into_as_a_file_is(folder: Path, tmp_path: Path) -> None:
@@ -565,23 +567,23 @@ def test_standard_input_is_called_so(command: str, content: bytes, said: str) ->
 
 def test_where_no_index_can_be_written_every_look_reads_from_the_start(trace: Path) -> None:
     trace.with_name(f"{trace.name}.nvindex").mkdir()  # in the way
-    expected = Film(trace, spacing_bytes=10**9).at(12, "end")
-    seen = Film(trace, spacing_bytes=2000).at(12, "end")
+    expected = SeekableTrace(trace, spacing_bytes=10**9).at(12, "end")
+    seen = SeekableTrace(trace, spacing_bytes=2000).at(12, "end")
     assert snapshot_of_fold(seen.state) == snapshot_of_fold(expected.state)
     assert len(list(trace.parent.iterdir())) == 2, "an unfinished index was left behind"
 
 
 def test_a_small_trace_gets_no_index(trace: Path) -> None:
-    Film(trace).at(1, "end")
+    SeekableTrace(trace).at(1, "end")
     assert [path.name for path in trace.parent.iterdir()] == [trace.name]
 
 
 def test_a_cut_trace_is_indexed_as_far_as_it_goes(trace: Path) -> None:
     trace.write_bytes(trace.read_bytes()[:-200])
     warnings: list[str] = []
-    last = Film(trace, warn=warnings.append, spacing_bytes=2000).at(None, "end").step
+    last = SeekableTrace(trace, warn=warnings.append, spacing_bytes=2000).at(None, "end").step
     assert any("is cut" in warning for warning in warnings)
-    assert Film(trace, warn=pytest.fail, spacing_bytes=2000).at(None, "end").step == last
+    assert SeekableTrace(trace, warn=pytest.fail, spacing_bytes=2000).at(None, "end").step == last
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -617,7 +619,7 @@ def test_until_stops_at_the_first_preemption_and_backwards_at_the_last(
 
 def test_json_holds_the_whole_state(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(call(capsys, "at", folder / "crowded.jsonl", "12", "--json").out)
-    moment = Film(folder / "crowded.jsonl").at(12, "end")
+    moment = SeekableTrace(folder / "crowded.jsonl").at(12, "end")
     state = moment.state
     assert (told["waiting"], told["running"]) == (state.waiting, state.running)
     assert told["pool"]["free_blocks"] == list(state.free_blocks)
@@ -753,6 +755,6 @@ def test_a_step_that_broke_off_before_its_schedule_has_its_end_only(tmp_path: Pa
         for moment in moments(recording.records)
         if moment.point == "end" and moment.schedule is None
     )
-    assert Film(path).at(broken, "end").schedule is None
+    assert SeekableTrace(path).at(broken, "end").schedule is None
     with pytest.raises(NoSuchStepError, match="has no schedule: it failed"):
-        Film(path).at(broken, "schedule")
+        SeekableTrace(path).at(broken, "schedule")

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from nvtrace import events as ev
-from nvtrace.at import Place, matches, moments
+from nvtrace.at import StepPoint, matches, moments
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.query import parse
-from nvtrace.snapshots import Film
+from nvtrace.snapshots import SeekableTrace
 from nvtrace_cli.browse import Browser
 from nvtrace_cli.browse_model import (
     FASTEST,
@@ -206,10 +206,12 @@ RECORDINGS = {
 
 
 @contextmanager
-def reel_of(recording: Recording, folder: Path, spacing_bytes: int) -> Iterator[tuple[Reel, Film]]:
+def reel_of(
+    recording: Recording, folder: Path, spacing_bytes: int
+) -> Iterator[tuple[Reel, SeekableTrace]]:
     path = folder / f"{spacing_bytes}.jsonl"
     path.write_bytes(recording.data)
-    film = Film(path, warn=pytest.fail, spacing_bytes=spacing_bytes)
+    film = SeekableTrace(path, warn=pytest.fail, spacing_bytes=spacing_bytes)
     yield Reel(film), film
 
 
@@ -223,7 +225,7 @@ def test_the_reel_shows_every_moment_as_the_film_does(
     name: str, spacing_bytes: int, tmp_path: Path
 ) -> None:
     recording = RECORDINGS[name]
-    places = [Place(moment.step, moment.point) for moment in moments(recording.records)]
+    places = [StepPoint(moment.step, moment.point) for moment in moments(recording.records)]
     with reel_of(recording, tmp_path, spacing_bytes) as (reel, film):
         for place in [*places, *places[::-1]]:
             look = reel.look(place.step, place.point)
@@ -317,7 +319,7 @@ class Script:
 
 def play(trace: Path, *batches: list[str]) -> Script:
     script = Script(*batches)
-    browser = Browser(Reel(Film(trace)), script, cast("Screen", script), 1)
+    browser = Browser(Reel(SeekableTrace(trace)), script, cast("Screen", script), 1)
     browser.go()
     script.view = browser.view
     return script
@@ -342,9 +344,9 @@ def test_a_search_finds_the_moment_as_well(folder: Path) -> None:
     trace = folder / "crowded.jsonl"
     keys = ("/", *"event == PREEMPT", "enter")
     found = view_after(trace, *keys)
-    film = Film(trace)
+    film = SeekableTrace(trace)
     first = film.find(parse("event == PREEMPT"))
-    assert Place(found.step, found.point) == first
+    assert StepPoint(found.step, found.point) == first
     second = film.find(parse("event == PREEMPT"), step=found.step + 1)
     assert second is not None
     assert view_after(trace, *keys, "]").step == second.step
@@ -385,7 +387,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def frame(
     capsys: pytest.CaptureFixture[str], trace: Path, view: View, *size: int, lang: str
 ) -> str:
-    reel = Reel(Film(trace))
+    reel = Reel(SeekableTrace(trace))
     near = reel.around(view.step, size[1], size[1])
     scene = Scene(view, reel.look(view.step, view.point), near, reel.first, reel.last)
     screen = Screen(trace.name, load_catalog(lang))  # type: ignore[arg-type]  # one of LANGUAGES

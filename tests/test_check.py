@@ -479,7 +479,7 @@ def test_ok_is_not_said_of_a_run_that_ends_in_a_step_or_with_prompts_that_run(pl
     index = next(i for i, item in enumerate(records) if isinstance(item, ev.StepEnd)) + place
     footer = Footer(event_id=index, num_events=index - 1, exit="ok")
     [finding] = check([*records[:index], footer])
-    assert (finding.invariant, finding.known.name) == ("exit", "unfinished")
+    assert (finding.invariant, finding.expected.name) == ("exit", "unfinished")
     assert list(check([*records[:index], msgspec.structs.replace(footer, exit="error")])) == []
 
 

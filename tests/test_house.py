@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import grimp
@@ -156,6 +157,16 @@ def test_a_module_says_what_it_knows(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if tree.body:
         assert ast.get_docstring(tree)
+
+
+def test_no_two_public_classes_of_nvtrace_share_a_name() -> None:
+    classes = Counter(
+        node.name
+        for file in (ROOT / "trace").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 # -- what an engine must not do --------------------------------------------------------------------

@@ -26,7 +26,7 @@ from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
 from nvtrace.recorder import Recorder
 from nvtrace.replay import InconsistentTraceError, State
-from nvtrace.steptime import Beyond, StepShape, StepTimes
+from nvtrace.steptime import OutOfRange, StepShape, StepTimes
 from nvtrace.whatif import WhatIfError, parse_changes, read_recording, rerun, simulated_row
 from support.cli import call, environment
 from support.cli_traces import Ask, crowded_run, write_records, write_trace
@@ -370,19 +370,19 @@ def test_beyond_the_recorded_shapes_by_a_tenth_nothing_is_said(
     guess = StepTimes(LINE).predict(decode(num_seqs, 100))
     assert isinstance(guess, int) == is_known
     if not is_known:
-        assert guess == Beyond("decode", "num_tokens", 5, 1, 4)
+        assert guess == OutOfRange("decode", "num_tokens", 5, 1, 4)
 
 
 def test_a_context_up_to_a_tenth_longer_is_still_told() -> None:
     times, longest = StepTimes(LINE), 4 * 29
     assert isinstance(times.predict(decode(4, int(longest * 1.1))), int)
-    assert times.predict(decode(4, int(longest * 1.1) + 1)) == Beyond(
+    assert times.predict(decode(4, int(longest * 1.1) + 1)) == OutOfRange(
         "decode", "num_context_tokens", 128, 10, 116
     )
 
 
 def test_a_phase_that_was_never_recorded_has_no_time() -> None:
-    assert StepTimes(LINE).predict(StepShape("mixed", 8, 8, 2)) == Beyond("mixed")
+    assert StepTimes(LINE).predict(StepShape("mixed", 8, 8, 2)) == OutOfRange("mixed")
 
 
 def test_a_few_steps_have_a_mean_and_no_error() -> None:
@@ -405,7 +405,7 @@ def test_times_that_nobody_knows_are_left_out_and_the_row_says_why() -> None:
     changed = recording.settings.changed(parse_changes(MIXED.split(",")))
     row = simulated_row("mixed", rerun(recording, changed, recording.step_times()))
     assert row.num_mixed_steps
-    assert Beyond("mixed") in row.beyond
+    assert OutOfRange("mixed") in row.beyond
     assert [row.duration_ns, row.ttft_p50_ns, row.ttft_p95_ns, row.output_throughput] == [None] * 4
 
 

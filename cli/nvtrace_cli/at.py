@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvtrace.at import Moment, Point
-    from nvtrace.snapshots import Film
+    from nvtrace.snapshots import SeekableTrace
 
 _NOT_FOUND = 1
 
@@ -93,7 +93,7 @@ def at(
 
 
 def _look(
-    film: Film,
+    film: SeekableTrace,
     step: int | None,
     moment: MomentChoice | None,
     until: str | None,
@@ -121,7 +121,7 @@ def _look(
     raise typer.Exit(_NOT_FOUND)
 
 
-def _say_whose(film: Film, file: str) -> None:
+def _say_whose(film: SeekableTrace, file: str) -> None:
     """Nothing was decided: perhaps since it is the trace of a rank that decides nothing."""
     from nvtrace.caveats import about_rank  # noqa: PLC0415 - --help needs no msgspec
 
@@ -131,15 +131,15 @@ def _say_whose(film: Film, file: str) -> None:
 
 
 @contextmanager
-def _film(file: str) -> Iterator[Film]:
+def _film(file: str) -> Iterator[SeekableTrace]:
     """The trace, ready to be entered anywhere. What can be read once only is copied meanwhile."""
     from nvtrace.reader import UnreadableTraceError, name_of, open_trace  # noqa: PLC0415 - --help needs no msgspec
-    from nvtrace.snapshots import Film  # noqa: PLC0415 - the same
+    from nvtrace.snapshots import SeekableTrace  # noqa: PLC0415 - the same
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - nor rich
 
     if Path(file).is_file():
         with reading_bar(file) as watch:
-            film = Film(Path(file), warn=warn, watch=watch)
+            film = SeekableTrace(Path(file), warn=warn, watch=watch)
         if film.has_made_index:
             say(f"{film.index_path} was made, so that the next calls on {file} are fast")
         yield film
@@ -153,4 +153,4 @@ def _film(file: str) -> Iterator[Film]:
             raise UnreadableTraceError(
                 f"{name_of(file)} cannot be copied into {folder} ({error.strerror})"
             ) from error
-        yield Film(path, warn=warn, name=str(name_of(file)))
+        yield SeekableTrace(path, warn=warn, name=str(name_of(file)))

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nvtrace.at import Place
+from nvtrace.at import StepPoint
 from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
-from nvtrace.snapshots import Film, NoSuchStepError
+from nvtrace.snapshots import NoSuchStepError, SeekableTrace
 from nvtrace.unpack import is_packed
 from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
 from nvtrace_cli.failures import UsageError, tidy_ends
@@ -164,12 +164,12 @@ class Browser:
             return
         self._arrive(replace(view, point=place.point), place.step)
 
-    def _place(self, seek: Seek) -> Place | None:
+    def _place(self, seek: Seek) -> StepPoint | None:
         """Where what was looked for is, on the other side of where we are."""
         view, back = self.view, seek.is_backwards
         if seek.condition is None:
             step = self._reel.marker(view.step, self._watch, is_backwards=back)
-            return None if step is None else Place(step, view.point)
+            return None if step is None else StepPoint(step, view.point)
         begin = view.step - 1 if back else view.step + 1
         return self._reel.find(seek.condition, begin, self._watch, is_backwards=back)
 
@@ -185,7 +185,7 @@ class Browser:
 
 
 @contextmanager
-def _film(path: Path) -> Iterator[Film]:
+def _film(path: Path) -> Iterator[SeekableTrace]:
     """The trace, ready to be entered anywhere.
 
     A compressed one is unpacked for the while, and a pipe is kept. The index of one that lies where
@@ -199,7 +199,7 @@ def _film(path: Path) -> Iterator[Film]:
         is_writable = os.access(path.parent, os.W_OK)
         with reading_bar(str(path)) as bar:
             index_folder = None if is_writable else folder
-            film = Film(path, warn=warn, watch=bar, index_folder=index_folder, name=called)
+            film = SeekableTrace(path, warn=warn, watch=bar, index_folder=index_folder, name=called)
         if film.has_made_index and is_writable and not is_copied:
             say(f"{film.index_path} was made, so that the next calls on {path} are fast")
         yield film

@@ -28,12 +28,12 @@ from nvtrace.summary import RequestSummary, RunSummary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from nvtrace.at import Moment, Place, Point
+    from nvtrace.at import Moment, Point, StepPoint
     from nvtrace.envelope import Header
     from nvtrace.events import AnyEvent
     from nvtrace.query import Condition
     from nvtrace.replay import State
-    from nvtrace.snapshots import Film
+    from nvtrace.snapshots import SeekableTrace
     from nvtrace.summary import StepSummary
 
 MARKERS = (
@@ -151,7 +151,7 @@ class Reel:
         UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
     """
 
-    def __init__(self, film: Film) -> None:
+    def __init__(self, film: SeekableTrace) -> None:
         self._film = film
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         records = read_trace(film.path, name=film.name)
@@ -200,7 +200,7 @@ class Reel:
 
         Args:
             step: where to begin, itself left out.
-            watch: see `Film.find`.
+            watch: see `SeekableTrace.find`.
             is_backwards: look before it.
         """
         _, segment = self._segment_with(step)
@@ -215,8 +215,8 @@ class Reel:
 
     def find(
         self, condition: Condition, step: int, watch: Callable[[int], None], *, is_backwards: bool
-    ) -> Place | None:
-        """The nearest place where a condition holds; see `Film.find`.
+    ) -> StepPoint | None:
+        """The nearest place where a condition holds; see `SeekableTrace.find`.
 
         Args:
             condition: what to look for.

@@ -18,7 +18,7 @@ from nvtrace_cli.outputs import refuse_streams, writing
 
 if TYPE_CHECKING:
     from nvtrace.pipeline import Sink
-    from nvtrace.whatif import Outcome, Recording, Settings
+    from nvtrace.whatif import Recording, RerunResult, Settings
 
 
 class ArrivalsBy(StrEnum):
@@ -120,7 +120,7 @@ def whatif(
 
 def _run_all(
     recording: Recording, cases: list[Settings], arrivals: ArrivalsBy, out: Path | None
-) -> list[Outcome | None]:
+) -> list[RerunResult | None]:
     """The unchanged run, then each case; the last of them all is kept in `out`.
 
     None stands for the unchanged run if its policy is not there: it comes with the code that was
@@ -129,7 +129,7 @@ def _run_all(
     from nvtrace.whatif import rerun  # noqa: PLC0415 - --help needs no engine
 
     times = recording.step_times()
-    outcomes: list[Outcome | None] = []
+    outcomes: list[RerunResult | None] = []
     runs = [recording.settings, *cases]
     for index, settings in enumerate(runs):
         is_kept = out is not None and index == len(runs) - 1
@@ -159,7 +159,7 @@ def _open(out: Path) -> Sink:
     return sink
 
 
-def _say_how_it_went(sink: Sink, outcome: Outcome, name: str) -> None:
+def _say_how_it_went(sink: Sink, outcome: RerunResult, name: str) -> None:
     if sink.is_removed:
         raise RunFailedError(f"{name} was removed while it was written: there is no trace")
     if sink.error is not None:

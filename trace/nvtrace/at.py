@@ -1,10 +1,9 @@
 """At: an engine's whole state at one moment of its trace, and the search for a moment.
 
-Each step has two moments: after its schedule, when it is known what will be computed, and at its
-end, when all of it is. Knows how to stop the fold there, and what goes into the step's tensors: by
-the tables, and as the trace says it (`claims.py`).
-Does not know what an event does to a state (`replay.py`), how a condition is spelt (`query.py`) or
-where a fold can begin (`snapshots.py`).
+Each step has two moments: after its schedule, when it is decided what to compute, and at its end,
+when that is computed. `moments` stops the fold at each, and works out the step's input tensors from
+the block tables. `claims.py` compares them with what the trace records, `query.py` reads
+conditions, and `snapshots.py` finds where a fold can begin.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ def block_kinds(state: State) -> list[BlockKind]:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Tokens of one sequence that this step writes into one page.
+    """Tokens of one sequence that this step writes into one block.
 
     slot = block_id * block_size + offset, for each position: offset = position % block_size.
 
     Attributes:
-        seq_id: whose.
-        first_position, last_position: their places in the sequence, both included.
-        block_index: the page's place in the block table: position // block_size.
-        block_id: the page.
+        seq_id: the sequence.
+        first_position, last_position: of the tokens in the sequence, both included.
+        block_index: the block's index in the block table: position // block_size.
+        block_id: the block.
         first_slot, last_slot: where K and V are written, both included.
         token_ids: the tokens.
     """
@@ -106,13 +105,13 @@ class Moment:
     Attributes:
         step: the engine_step.
         point: after its schedule, or at its end.
-        state: the engine's state then. It goes on changing with the fold: look before you go on.
-            Requests that ended in steps before are left out.
-        schedule: what was decided; None if the step broke off before.
-        inputs: what goes into the step; None if nobody asked for it, or nothing was decided.
-        layout: the event that says how the batch was laid out; None as `inputs`, or if there is
-            none.
-        claims: what the step's events so far (and `layout`) say of what follows from others.
+        state: the engine's state then. The next moment changes it: copy what you keep. Requests
+            that ended in earlier steps are left out.
+        schedule: what was decided; None if the step failed before.
+        inputs: the step's inputs; None if they were not asked for, or nothing was decided.
+        layout: the event that records how the batch was laid out; None if `inputs` is None, or if
+            there is no such event.
+        claims: the fields of the step's events so far that follow from other events.
         news: events since the moment before.
     """
 
@@ -132,17 +131,14 @@ class Moment:
 
     @property
     def requests(self) -> list[SequenceState]:
-        """Those that run and those that wait, in order; then those that ended since then.
-
-        (And those of a status that is not known here: they are in no queue.)
-        """
+        """Running and waiting ones, in order; then ended ones, and those of an unknown status."""
         sequences = self.state.sequences
         queued = dict.fromkeys((*self.state.running, *self.state.waiting))
         others = (seq_id for seq_id in sequences if seq_id not in queued)
         return [sequences[seq_id] for seq_id in (*queued, *others)]
 
     def runs_as_said(self) -> Iterator[tuple[SlotRun, list[int] | None]]:
-        """Each run of `inputs`, and the slots that the trace gives it; None if it does not say."""
+        """Each run of `inputs`, and the slots that the trace records for it, or None."""
         if self.inputs is None:
             return
         slots, place = said_slots(self.layout, self.inputs.num_tokens), 0
@@ -158,7 +154,7 @@ class _StepMoments:
 
     Attributes:
         has_inputs: are its inputs worked out?
-        num_told: its events that were news of an earlier moment.
+        num_shown: how many of its events were news of an earlier moment.
     """
 
     step: Step
@@ -166,31 +162,31 @@ class _StepMoments:
     inputs: Inputs | None = None
     layout: ev.Layout | None = None
     claims: list[Claim] = field(default_factory=list)
-    num_told: int = 0
+    num_shown: int = 0
 
     @property
     def is_scheduled(self) -> bool:
-        """Is its last event the schedule? The next one then says how the batch is laid out."""
+        """Is its last event the schedule? The next event is then the layout of the batch."""
         return bool(self.step.events) and self.step.events[-1] is self.step.schedule
 
     def note(self, event: ev.Event) -> None:
-        """Note what the step's last event decides or says; `note_layout` has noted a layout."""
+        """Note the step's last event, unless it is a layout: see `note_layout`."""
         if self.has_inputs and isinstance(event, ev.SCHEDULES):
             self.inputs = inputs_at(self.step.state, event)
         if self.inputs is not None and not isinstance(event, ev.LAYOUTS):
             self.claims += claims_of(event, self.step.state, self.inputs)
 
     def note_layout(self, event: ev.Event) -> None:
-        """Note how the batch is laid out, if the next event says it. No state changes by it."""
+        """Note the next event if it is the layout of the batch, which changes no state."""
         if self.inputs and isinstance(event, ev.LAYOUTS) and event.step == self.step.index:
             self.layout = event
             self.claims += claims_of(event, self.step.state, self.inputs)
 
     def moment(self, point: Point, after: Sequence[ev.Event] = ()) -> Moment:
-        """The moment that is reached; `after` are events after the step."""
-        step, num_told = self.step, self.num_told
-        self.num_told = len(step.events)
-        news = [*([] if num_told else step.before), *step.events[num_told:], *after]
+        """The moment reached now. `after`: events that came after the step."""
+        step, num_shown = self.step, self.num_shown
+        self.num_shown = len(step.events)
+        news = [*([] if num_shown else step.before), *step.events[num_shown:], *after]
         inputs, layout, claims = self.inputs, self.layout, self.claims
         return Moment(step.index, point, step.state, step.schedule, inputs, layout, claims, news)
 
@@ -198,7 +194,7 @@ class _StepMoments:
 def moments(
     records: Iterable[Record], state: State | None = None, *, inputs_of: int | None = None
 ) -> Iterator[Moment]:
-    """Fold records, and stop at each moment.
+    """Fold records and stop at each moment.
 
     Args:
         records: what `read_trace` yields, or its rest after a step.
@@ -239,7 +235,7 @@ def inputs_at(state: State, schedule: ev.Schedule) -> Inputs:
     """Work out a step's inputs from the state right after its schedule.
 
     Raises:
-        InconsistentTraceError: it schedules tokens that are in no page.
+        InconsistentTraceError: it schedules tokens that are in no block.
     """
     num_tokens = (
         [1] * len(schedule.seq_ids)
@@ -261,7 +257,7 @@ def inputs_at(state: State, schedule: ev.Schedule) -> Inputs:
 
 
 def _runs(state: State, seq_id: int, start: int, stop: int) -> Iterator[SlotRun]:
-    """Positions [start, stop) of a sequence, cut where a page ends."""
+    """Positions [start, stop) of a sequence, cut where a block ends."""
     seq, block_size = state.sequences[seq_id], state.block_size
     while start < stop:
         block_index, offset = divmod(start, block_size)
@@ -285,7 +281,7 @@ def _runs(state: State, seq_id: int, start: int, stop: int) -> Iterator[SlotRun]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPoint:
     """Where a moment is."""
 
     step: int
@@ -294,7 +290,7 @@ class Place:
 
 def matches(
     found: Iterable[Moment], condition: Condition, point: Point | None = None
-) -> Iterator[Place]:
+) -> Iterator[StepPoint]:
     """The places among `found` where a condition holds.
 
     A condition on the state is asked at each moment. One that names events is asked of each event
@@ -302,10 +298,10 @@ def matches(
 
     Args:
         found: what `moments` yields.
-        condition: what to look for.
-        point: ask the state at this moment of a step only, and say this one of an event's step.
+        condition: the condition.
+        point: look at this moment of each step only, and give it as the point of each place.
     """
     for moment in found:
         is_asked = condition.is_about_events or point in {None, moment.point}
         if is_asked and condition.holds(moment.state, moment.news):
-            yield Place(moment.step, point or moment.point)
+            yield StepPoint(moment.step, point or moment.point)

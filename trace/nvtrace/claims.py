@@ -1,11 +1,9 @@
-"""Claims: what events say of a step, beside what follows from the events before them.
+"""Claims: fields of a step's events, beside the values that follow from earlier events.
 
     PREPARE_DECODE_TENSORS   slot_mapping   said [12, 14, 20]   follows [11, 14, 19]
 
-An engine without a fault says what follows. Of one that has a fault, what it said is what it did.
-
-Knows which numbers of an event follow from the state and the batch. Does not judge the rest of a
-trace (`nvtrace.check` does), and does not know how a batch is worked out (`at.py`).
+They differ if the engine has a fault. Only what `nvtrace at` shows is compared: the state and the
+batch's tensors. `nvtrace.check` checks the rest of a trace.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ class Claim:
     Attributes:
         event_id, event: which event, and its name.
         field: the field.
-        said: what the trace says.
-        follows: what follows from the events before.
+        said: the value that the trace records.
+        follows: the value that follows from earlier events.
     """
 
     event_id: int
@@ -46,12 +44,12 @@ class Claim:
 
 
 def claims_of(event: ev.Event, state: State, inputs: Inputs) -> Iterator[Claim]:
-    """What an event of a step says, and what follows.
+    """The claims of one event.
 
     Args:
-        event: of the step, from its schedule on.
-        state: with the event taken in.
-        inputs: of the step.
+        event: one of the step's, from its schedule on.
+        state: the state after the event.
+        inputs: the step's.
     """
     for field, follows in _facts(event, state, inputs).items():
         yield Claim(event.event_id, ev.tag_of(event), field, getattr(event, field), follows)
@@ -113,10 +111,10 @@ def _flat_layout(inputs: Inputs) -> dict[str, Any]:
 
 
 def said_slots(layout: ev.Layout | None, num_tokens: int) -> list[int] | None:
-    """Where the trace says that each row of the batch goes; None if it does not say that of each.
+    """(num_tokens,) the slot of each row of the batch; None if the trace does not record each.
 
     Args:
-        layout: the event that says it.
+        layout: the event that records them.
         num_tokens: rows of the batch.
     """
     match layout:

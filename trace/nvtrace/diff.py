@@ -1,19 +1,17 @@
-"""Diff: two traces, and where their runs part.
+"""Diff: compare two traces, and find the first decision that differs.
 
-    settings     which of them differ
-    inputs       what was asked otherwise: prompts, parameters, seeds, when a request came or was
-                 aborted
-    reason       the first that differs: why somebody waits, why a step is what it is, why an end
-    decision     the first that differs in its effect, and both states there
-    latencies    each request's in both (reported, never decisive)
+    settings     those that differ
+    inputs       requests that differ: prompts, parameters, seeds, steps of arrival and abort
+    reason       the first reason that differs: of waiting, of a step's phase, of an end
+    decision     the first decision with another effect, and both states there
+    latencies    each request's in both traces (they do not count as a difference)
     tokens       the first that differs, for each request
 
-Knows which events are decisions, and what of them is one: who, how much, which pages (the effects),
-and, apart from these, why. Budgets and counters that only follow from the settings (`token_budget`,
-`free_blocks`, `have`) are none, nor is what was asked from outside, nor are times, tokens and
-hashes. Does not know tables or words. Needs no engine.
+A decision's effect is which requests, how many tokens and which blocks; its reason is compared
+apart. Budgets and counters that only follow from the settings (`token_budget`, `free_blocks`,
+`have`) are not compared, nor are inputs, times, tokens and hashes.
 
-Both traces are read side by side, once; of each, the requests are kept.
+Both traces are read side by side, once; the requests of both are kept.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _DECISIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that differs; None where one of the traces does not tell it."""
+    """A setting that differs; None where one of the traces does not record it."""
 
     name: str
     a: Any
@@ -59,13 +57,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Something that was asked otherwise of requests that both traces have.
+    """An input that differs in requests that both traces have.
 
     Attributes:
-        name: a field of REQUEST_ENQUEUE; or "arrival", "abort": the step after which it came, and
-            after which it was aborted.
-        seq_ids: of which requests.
-        a, b: the first one's.
+        name: a field of REQUEST_ENQUEUE; or "arrival" or "abort", the step after which the request
+            arrived or was aborted.
+        seq_ids: the requests.
+        a, b: the values of the first of them.
     """
 
     name: str
@@ -76,12 +74,12 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class ShortState:
-    """An engine's state, in short.
+    """A summary of an engine's state.
 
     Attributes:
         waiting, running: the queues.
-        num_free_blocks: free KV pages.
-        num_cached_blocks: published ones, free or not.
+        num_free_blocks: free KV blocks.
+        num_cached_blocks: hashed blocks, free or not.
     """
 
     waiting: tuple[int, ...]
@@ -91,7 +89,7 @@ class ShortState:
 
     @classmethod
     def of(cls, state: State) -> ShortState:
-        """What `state` is now."""
+        """The summary of `state` as it is now."""
         num_cached = len(state.cached_blocks)
         return cls((*state.waiting,), (*state.running,), len(state.free_blocks), num_cached)
 
@@ -104,7 +102,7 @@ class Side:
         step: the engine step; None between two steps, or at the trace's end.
         event: the decision's event; None at the trace's end.
         value: the field's value.
-        facts: all that the event tells of the decision.
+        facts: the fields of the event that are compared.
         state: after the decision.
     """
 
@@ -120,9 +118,9 @@ class Decision:
     """The first decision that differs in its effect, or in its reason.
 
     Attributes:
-        number: decisions before it, which are the same.
-        after_step: the last step in which all is the same, or which it follows.
-        field: what differs first: a field, "step", or "event" for another kind of decision.
+        number: number of decisions before it, which are the same.
+        after_step: the last step before it.
+        field: the first field that differs; "step", or "event" for another kind of event.
     """
 
     number: int
@@ -153,13 +151,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A request with other tokens.
+    """A request whose tokens differ.
 
     Attributes:
         seq_id: the request.
-        index: how many generated tokens are the same before.
-        a, b: the token there; None if that answer is over.
-        num_a, num_b: the answers' lengths.
+        index: number of generated tokens before, which are the same.
+        a, b: the token there; None if the request has no more tokens.
+        num_a, num_b: tokens generated.
     """
 
     seq_id: int
@@ -171,20 +169,20 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """What two traces differ in.
+class TraceDiff:
+    """All differences of two traces.
 
     Attributes:
         settings: those that differ.
-        inputs: what was asked otherwise.
+        inputs: those that differ.
         reason: the first that differs, up to `decision`; None if all are the same.
         decision: the first with another effect; None if all have the same.
-        num_decisions: that were compared: all, or those before it.
-        latencies: of the requests that ended in both; none if one of the traces does not know.
-        num_untimed: steps of simulated traces whose time nobody knows.
-        only_a, only_b: requests that one of them alone has.
-        tokens: of the requests in both, those with other tokens.
-        num_same_tokens: and how many have the same.
+        num_decisions: how many were compared: all, or those before `decision`.
+        latencies: of the requests that ended in both; empty if `num_untimed` is not 0.
+        num_untimed: steps of simulated traces whose time is unknown.
+        only_a, only_b: requests that only one of them has.
+        tokens: of the requests in both, those whose tokens differ.
+        num_same_tokens: number of requests in both with the same tokens.
     """
 
     settings: list[Setting]
@@ -206,25 +204,25 @@ class Difference:
 
     @property
     def ttft_ratio(self) -> float | None:
-        """The median request's."""
+        """The median over `latencies`."""
         return _median(latency.ttft_ratio for latency in self.latencies)
 
     @property
     def e2e_ratio(self) -> float | None:
-        """The median request's."""
+        """The median over `latencies`."""
         return _median(latency.e2e_ratio for latency in self.latencies)
 
 
-def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
+def diff(a: Iterable[Record], b: Iterable[Record]) -> TraceDiff:
     """Compare two traces.
 
     Args:
-        a: what `read_trace` yields of the one.
-        b: and of the other.
+        a: what `read_trace` yields of one trace.
+        b: of the other.
 
     Raises:
-        InconsistentTraceError: an event cannot follow from those before it, in the one that the
-            error names.
+        InconsistentTraceError: an event cannot follow from those before it, in the trace that the
+            message names.
     """
     left, right = _Trace("A", a), _Trace("B", b)
     decision: Decision | None = None
@@ -237,7 +235,7 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
         if name is not None:
             sides = left.side(mine, name), right.side(theirs, name)
             decision = Decision(number, last_step, name, *sides)
-            # What made it so may be said later in the step.
+            # The reason may come later in the step.
             later = _reasons_of_step(mine, streams[0]), _reasons_of_step(theirs, streams[1])
             whys = [*my_reasons, *later[0]], [*their_reasons, *later[1]]
         for why, their_why in () if reason else zip_longest(*whys):
@@ -255,7 +253,7 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
     both = sorted(left.state.sequences.keys() & right.state.sequences.keys())
     num_untimed = left.num_untimed + right.num_untimed
     tokens = [found for seq_id in both if (found := _tokens(seq_id, left.state, right.state))]
-    return Difference(
+    return TraceDiff(
         settings=_settings(left.settings, right.settings),
         inputs=_inputs(both, left.asked, right.asked),
         reason=reason,
@@ -276,7 +274,7 @@ def diff(a: Iterable[Record], b: Iterable[Record]) -> Difference:
 
 @dataclass(slots=True)
 class _Trace:
-    """One of the two, while it is read."""
+    """One of the two traces, while it is read."""
 
     name: str
     records: Iterable[Record]
@@ -291,7 +289,7 @@ class _Trace:
         self.records = iter(self.records)
 
     def decisions(self) -> Iterator[tuple[ev.Event, list[ev.Event]]]:
-        """Each decision, when the state has taken it in; with those that give a reason for it."""
+        """Each decision, after it was folded, and the events that give its reasons."""
         reasons: list[ev.Event] = []
         for record in self.records:
             self._take(record)
@@ -302,7 +300,7 @@ class _Trace:
                 reasons = []
 
     def read_the_rest(self) -> None:
-        """Take in what is left."""
+        """Read the rest of the trace."""
         for record in self.records:
             self._take(record)
 
@@ -339,7 +337,7 @@ class _Trace:
 
 
 def _of_header(header: Header) -> dict[str, Any]:
-    """What a header tells of the run; what ENGINE_INIT tells as well is told once, by its name."""
+    """The settings in a header; those of ENGINE_INIT have the names that it gives them."""
     config = header.config | {"block_size": header.config.get("kvcache_block_size")}
     config |= {"tp_size": header.config.get("tensor_parallel_size")}
     twice = {"kvcache_block_size", "tensor_parallel_size"}
@@ -360,7 +358,7 @@ def _facts(event: ev.Event, left_out: tuple[str, ...] = _NO_DECISION) -> dict[st
 def _inputs(
     seq_ids: list[int], a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]
 ) -> list[Input]:
-    """What was asked otherwise, field by field."""
+    """The inputs that differ, field by field."""
     unlike: dict[str, list[int]] = {}
     for seq_id in seq_ids:
         for name in {**a[seq_id], **b[seq_id]}:
@@ -380,12 +378,12 @@ def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
 def _first_difference(
     a: ev.Event | None, b: ev.Event | None, names: tuple[str, ...] | None = None
 ) -> str | None:
-    """The first thing in which two decisions differ; None if they are the same.
+    """The name of the first field in which two decisions differ; None if they are the same.
 
     Args:
         a: one decision; None for none.
         b: the other.
-        names: the fields to compare; those that tell of effects if None.
+        names: the fields to compare; those of a decision's effect if None.
     """
     if a is None or b is None or type(a) is not type(b):
         return "event"
@@ -401,7 +399,7 @@ def _first_difference(
 def _reasons_of_step(
     event: ev.Event | None, decisions: Iterator[tuple[ev.Event, list[ev.Event]]]
 ) -> Iterator[ev.Event]:
-    """The reasons that are given in the rest of an event's step."""
+    """The events with reasons in the rest of an event's step."""
     if event is not None:
         rest = takewhile(lambda pair: pair[0].step == event.step, decisions)
         yield from chain.from_iterable(reasons for _, reasons in rest)

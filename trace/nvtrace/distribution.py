@@ -1,10 +1,7 @@
-"""Distribution: many whole numbers, kept as a few, with their mean and percentiles.
+"""Distribution: the mean and the percentiles of many whole numbers, in bounded memory.
 
-Knows counting and sorting. Does not know what the numbers are.
-
-Equal numbers are one entry with a count, so that the gaps of a whole batch, which are equal, cost
-as much as one. Beyond 50,000 different numbers, each keeps its ten leading bits only: percentiles
-are exact up to there and within 0.1 % beyond, in memory that does not grow any more.
+Equal numbers are one entry with a count. With more than 50,000 different numbers, only the ten
+leading bits of each are kept: percentiles are then within 0.1 %, and exact before.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ _KEPT_BITS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """A distribution in a few numbers, all in the unit of its values.
 
     Attributes:
-        count: values there were, at least one.
+        count: number of values, at least one.
         mean, min, max: exact.
         p50, p90, p95, p99: percentiles, linear between neighbours (as numpy's and vLLM's are).
     """
@@ -61,8 +58,8 @@ class Distribution:
             for other, times in exact.items():
                 self._counts[_rounded(other)] += times
 
-    def spread(self) -> Spread | None:
-        """What there is so far; None if there is nothing."""
+    def spread(self) -> Percentiles | None:
+        """The percentiles so far; None if there are no values."""
         if not self._count:
             return None
         values = sorted(self._counts.items())
@@ -71,13 +68,13 @@ class Distribution:
             for percent in (50, 90, 95, 99)
         )
         mean = self._sum / self._count
-        return Spread(self._count, mean, self._min, p50, p90, p95, p99, self._max)
+        return Percentiles(self._count, mean, self._min, p50, p90, p95, p99, self._max)
 
     def usual_limit(self) -> float | None:
-        """The most that is usual: a value beyond it stands out from these; None if there are none.
+        """The limit above which a value is an outlier; None if there are no values.
 
-        It is the median times HIGH_FACTOR, or, where the values differ much among themselves, the
-        median and HIGH_QUARTILES times the distance from there to the upper quartile.
+        It is the median times HIGH_FACTOR, or, if that is more, the median plus HIGH_QUARTILES
+        times the distance from it to the upper quartile.
         """
         if not self._count:
             return None
@@ -86,7 +83,7 @@ class Distribution:
         return max(HIGH_FACTOR * p50, p50 + HIGH_QUARTILES * (p75 - p50))
 
     def _percentile(self, values: list[tuple[int, int]], percent: int) -> float:
-        """The value at a place between the first (0 %) and the last (100 %) of all, sorted."""
+        """The value at `percent` of the way from the smallest to the largest."""
         place, hundredths = divmod((self._count - 1) * percent, 100)
         low = _value_at(values, place)
         if not hundredths:
@@ -104,7 +101,7 @@ def _value_at(values: list[tuple[int, int]], place: int) -> int:
 
 
 def _rounded(value: int) -> int:
-    """`value` with its leading bits only, in the middle of all that share them."""
+    """The middle of all numbers that share the leading bits of `value`."""
     num_dropped = value.bit_length() - _KEPT_BITS
     if num_dropped <= 0:
         return value

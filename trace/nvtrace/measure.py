@@ -1,4 +1,4 @@
-"""Measure: the fold from a trace's events to its metrics, in one pass and bounded memory.
+"""Measure: computes a trace's metrics from its events, in one pass and bounded memory.
 
     measure = Measure()
     for record in read_trace("trace.jsonl"):
@@ -6,8 +6,8 @@
             ...
     run = measure.run()
 
-Knows which event tells which moment of a request's life. Does not know what a metric is made of
-(`metrics.py`). Keeps requests that have not ended, and of the others only counts.
+`metrics.py` defines the metrics. Only requests that have not ended are kept; of the others, counts.
+A step's tokens and ends count at its STEP_END, so no grouping into steps is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nvtrace.envelope import Record
 
-# Each ended request's share of a distribution: the metrics that are whole once it has ended.
+# The metrics of an ended request that go into a distribution.
 _LIFE_METRICS = (
     "time_per_output_token_ns",
     "request_queue_time_ns",
@@ -52,7 +52,7 @@ class _Life:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    num_given_up: int = 0  # by its last preemption
+    num_given_up: int = 0  # tokens, by its last preemption
     preempted_at_ns: int | None = None  # None: it is not preempted now
     preempted_in_prefill_ns: int = 0
     preempted_in_decode_ns: int = 0
@@ -119,7 +119,7 @@ class Measure:
         self._distributions = {name: Distribution() for name in names}
         self._token_budget: int | None = None
         self._has_prefix_cache = False
-        self._is_led = False  # by another rank, which decides for it
+        self._is_led = False  # does another rank schedule for this one?
         self._first_arrival_ns: int | None = None
         self._last_end_ns = 0
         self._num_schedules = self._sum_blocks_used = 0
@@ -165,7 +165,7 @@ class Measure:
         self._is_led = header.rank > 0
 
     def _layout(self, event: ev.PreparePrefillTensors | ev.PrepareDecodeTensors) -> None:
-        """Of a rank that decides nothing this is all that tells of a step."""
+        """Count a step of a rank that does not schedule: it records no STEP_END."""
         if not self._is_led:
             return
         if isinstance(event, ev.PrepareDecodeTensors):
@@ -266,9 +266,9 @@ class Measure:
         return ended
 
     def _count_tokens(self, now: int) -> None:
-        """The tokens drawn in this step are there now."""
+        """Count the tokens sampled in this step."""
         self._sums.num_generation_tokens += len(self._drawn)
-        gaps: Counter[int] = Counter()  # most of a batch had its last token at the same time
+        gaps: Counter[int] = Counter()  # most gaps of a batch are equal
         for seq_id in self._drawn:
             life = self._lives[seq_id]
             if life.token_ns:
@@ -294,7 +294,7 @@ class Measure:
             self._sums.largest_batch = max(self._sums.largest_batch, event.num_seqs)
 
     def _engine_reset(self, event: ev.EngineReset) -> list[RequestMetrics]:
-        """An error ended everybody; what the broken step drew was never seen outside."""
+        """End all requests after an error; tokens of the failed step do not count."""
         self._forget_step()
         there = [seq_id for seq_id in event.seq_ids if seq_id in self._lives]
         return self._end(there, event.ts_ns, "aborted")

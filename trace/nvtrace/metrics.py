@@ -1,8 +1,7 @@
-"""Metrics: what a request waited for, and what a run made of its machine. All definitions.
+"""Metrics: the definitions of all metrics, of a request and of a run.
 
-Knows each metric's name, formula and source; names and formulas are vLLM's (`vllm:...`) and
-OpenTelemetry's (`gen_ai.server...`) where these have one. docs/en/metrics.md is the same for
-readers. Does not know how they are collected from events (`measure.py`), nor words or tables.
+Names and formulas are vLLM's (`vllm:...`) and OpenTelemetry's (`gen_ai.server...`) where these have
+one. docs/en/metrics.md explains them. `measure.py` collects them from events.
 
     arrival    scheduled          first token                       last token = finished
        |  queue    |      prefill      |             decode             |
@@ -10,7 +9,7 @@ readers. Does not know how they are collected from events (`measure.py`), nor wo
        |       time to first token     |           preempted            |
        |                     end to end latency                         |
 
-A token counts when its step ends: until then nobody outside can see it. All times are in
+A token counts when its step ends, since it cannot be seen outside before. All times are in
 nanoseconds of the trace's clock.
 """
 
@@ -24,27 +23,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nvtrace import events as ev
-    from nvtrace.distribution import Spread
+    from nvtrace.distribution import Percentiles
 
 _NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """One request that has ended. What never happened is None, not 0.
+    """One request that has ended. A time of something that did not happen is None, not 0.
 
     Attributes:
         seq_id: the request's number.
-        finish_reason: the code of its end; "aborted" for one that did not come to its own end.
+        finish_reason: the code of its end; "aborted" if it was aborted or lost to an error.
         num_prompt_tokens: vllm:request_prompt_tokens.
         num_generation_tokens: vllm:request_generation_tokens; those of steps that ended.
         num_cached_tokens: prompt tokens that the prefix cache had at its first admission.
-        num_preemptions: how often it gave up its pages.
+        num_preemptions: how often it was preempted.
         num_recomputed_tokens: tokens whose K and V a preemption gave up and the prefix cache did
-            not give back at the re-admission.
+            have at the re-admission.
         arrival_ns: when it was enqueued.
         scheduled_ns: when it was first admitted.
-        token_ns: when each generated token was there.
+        token_ns: when the step of each generated token ended.
         finished_ns: when its last step ended, or when it was aborted.
         preempted_in_prefill_ns, preempted_in_decode_ns: time back in the waiting queue, before and
             after its first token.
@@ -66,7 +65,7 @@ class RequestMetrics:
 
     @property
     def first_token_ns(self) -> int | None:
-        """When its first token was there."""
+        """When the step of its first token ended."""
         return self.token_ns[0] if self.token_ns else None
 
     @property
@@ -89,8 +88,8 @@ class RequestMetrics:
     def time_per_output_token_ns(self) -> float | None:
         """TPOT = (last token - first token) / (tokens - 1): the mean of the request's ITLs.
 
-        vllm:request_time_per_output_token_seconds, gen_ai.server.time_per_output_token. One token
-        has no time between tokens: None.
+        vllm:request_time_per_output_token_seconds, gen_ai.server.time_per_output_token. None
+        if it has only one token.
         """
         if len(self.token_ns) < 2:  # noqa: PLR2004 - a gap has two ends
             return None
@@ -167,29 +166,29 @@ class PhaseMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """A whole trace. What never happened is None, not 0.
+    """A whole trace. What cannot be measured is None, not 0.
 
-    Latencies of requests are over those that came to their own end; TTFT and ITL over every token
-    there is, as vLLM observes them when they happen.
+    Latencies of requests are over those that finished; TTFT and ITL over every token, as vLLM
+    observes them when they happen.
 
     Attributes:
         num_requests: requests that were enqueued.
-        num_finished: of them, those that came to their own end (vllm:request_success).
+        num_finished: of them, those that finished (vllm:request_success).
         num_aborted: of them, those that were aborted or lost to an error.
-        num_unfinished: of them, those that the trace leaves in a queue.
-        num_refused: requests that were turned away; not among num_requests.
+        num_unfinished: of them, those still in a queue at the trace's end.
+        num_refused: requests that were refused; not among num_requests.
         num_prompt_tokens: of the requests that got a first token (vllm:prompt_tokens).
         num_generation_tokens: tokens generated (vllm:generation_tokens).
         prefix_cache_queries: prompt tokens looked up at first admissions; 0 if the cache is off.
-        prefix_cache_hits: of them, those that it had.
+        prefix_cache_hits: of them, those that the cache had.
         num_preemptions: vllm:num_preemptions.
-        num_recomputed_tokens: what they cost; see RequestMetrics.
+        num_recomputed_tokens: see RequestMetrics.
         duration_ns: from the first arrival to the end of the last step.
-        phases: the steps, by kind; a kind that did not occur is left out.
+        phases: the steps, by phase; a phase without steps is left out.
         largest_batch: the most sequences in a decode or mixed step.
         token_budget: tokens a step may compute (max_num_batched_tokens).
-        num_blocks: KV pages in the pool.
-        mean_blocks_used, max_blocks_used: pages held while a step computes, over all steps.
+        num_blocks: KV blocks in the pool.
+        mean_blocks_used, max_blocks_used: blocks held while a step computes, over all steps.
         num_graph_rows: rows of all CUDA graph replays.
         num_graph_padding: of them, those that no sequence fills.
         time_to_first_token_ns, inter_token_latency_ns, time_per_output_token_ns,
@@ -218,19 +217,19 @@ class RunMetrics:
     max_blocks_used: int | None
     num_graph_rows: int
     num_graph_padding: int
-    time_to_first_token_ns: Spread | None
-    inter_token_latency_ns: Spread | None
-    time_per_output_token_ns: Spread | None
-    request_queue_time_ns: Spread | None
-    request_prefill_time_ns: Spread | None
-    request_decode_time_ns: Spread | None
-    request_inference_time_ns: Spread | None
-    request_preempted_time_ns: Spread | None
-    e2e_request_latency_ns: Spread | None
+    time_to_first_token_ns: Percentiles | None
+    inter_token_latency_ns: Percentiles | None
+    time_per_output_token_ns: Percentiles | None
+    request_queue_time_ns: Percentiles | None
+    request_prefill_time_ns: Percentiles | None
+    request_decode_time_ns: Percentiles | None
+    request_inference_time_ns: Percentiles | None
+    request_preempted_time_ns: Percentiles | None
+    e2e_request_latency_ns: Percentiles | None
 
     @property
     def step_time_ns(self) -> int:
-        """Host time in steps, all kinds together; what is missing to the duration lay between."""
+        """Host time in all steps; the rest of the duration is between steps."""
         return sum(phase.wall_ns for phase in self.phases.values())
 
     @property
@@ -255,9 +254,9 @@ class RunMetrics:
 
     @property
     def batch_efficiency(self) -> float | None:
-        """Mean batch / largest batch, over decode and mixed steps: the share of seats taken. Ours.
+        """Mean batch / largest batch, over decode and mixed steps. Ours.
 
-        1 if nobody's place stays empty until the slowest has ended.
+        1 if no place in the batch stays empty until the longest request has ended.
         """
         steps = [self.phases[kind] for kind in ("decode", "mixed") if kind in self.phases]
         num_seats = self.largest_batch * sum(phase.num_steps for phase in steps)
@@ -272,20 +271,20 @@ class RunMetrics:
 
     @property
     def graph_padding(self) -> float | None:
-        """Padding rows / rows of all CUDA graph replays: computed and thrown away. Ours."""
+        """Padding rows / rows of all CUDA graph replays. Ours."""
         return _share(self.num_graph_padding, self.num_graph_rows)
 
     @property
     def kv_cache_usage(self) -> float | None:
-        """Mean pages held / pages in the pool, from 0 to 1 (vllm:kv_cache_usage_perc).
+        """Mean blocks held / blocks in the pool, from 0 to 1 (vllm:kv_cache_usage_perc).
 
-        Free pages that still have their contents are free.
+        Free blocks that are still hashed count as free.
         """
         return _share(self.mean_blocks_used, self.num_blocks)
 
     @property
     def max_kv_cache_usage(self) -> float | None:
-        """The most of it in one step."""
+        """The largest KV cache usage of a step."""
         return _share(self.max_blocks_used, self.num_blocks)
 
     def _per_second(self, number: int) -> float | None:
@@ -297,7 +296,7 @@ def _share(part: float | None, whole: float) -> float | None:
 
 
 def metric_names(cls: type[RequestMetrics | RunMetrics]) -> list[str]:
-    """The names of all metrics of a record, given ones first, then those worked out of them."""
+    """The names of all metrics of a record: its fields, then its properties."""
     derived = [name for name, value in vars(cls).items() if isinstance(value, property)]
     given = [field.name for field in fields(cls)]
     return [*(name for name in given if name != "token_ns"), *derived]
@@ -315,8 +314,8 @@ class Refusals:
     Attributes:
         reason: REQUEST_REFUSED's.
         count: how many.
-        least_need, most_need: what they need: pages, or tokens for "prompt_too_long".
-        have: what there is of it.
+        least_need, most_need: the blocks they need, or tokens for "prompt_too_long".
+        have: the blocks, or tokens, that there are.
     """
 
     reason: str
@@ -327,7 +326,7 @@ class Refusals:
 
 
 def refusals_of(events: Iterable[ev.RequestRefused]) -> Iterator[Refusals]:
-    """Refusals, those for one reason together."""
+    """Group refusals by their reason."""
     groups: dict[tuple[str, int], list[int]] = {}
     for event in events:
         groups.setdefault((event.reason, event.have), []).append(event.need)

@@ -1,9 +1,8 @@
-"""The index beside a large trace: a file of snapshots, and where in the trace each belongs.
+"""The index file beside a large trace: snapshots of the state, and the trace's offset of each.
 
-    digest of all that follows | snapshots, packed | Index in JSON | where the Index begins
+    digest of the rest | compressed snapshots | SnapshotIndex as JSON | offset of that JSON
 
-Whatever is not right, as its digest tells, is no index: it is made anew. Only a plain file is one.
-Knows this file. Does not know what a snapshot holds, or how a trace is read (`snapshots.py`).
+A file whose digest is wrong, or that is not a regular file, is not used. `snapshots.py` fills it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_VERSION = 2
+_VERSION = 3
 _DIGEST = "blake2b"
 _DIGEST_BYTES = hashlib.new(_DIGEST).digest_size
 _PLACE_BYTES = 8
@@ -33,13 +32,13 @@ _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
-    """Where a fold can begin. The first one is the trace's start.
+class SnapshotEntry:
+    """Where a fold can begin. The first entry is the trace's start and has no snapshot.
 
     Attributes:
-        step: after this one.
-        offset: at this byte of the trace.
-        place, num_bytes: where in the index its snapshot lies.
+        step: the step before; 0 at the trace's start.
+        offset: the byte of the trace to go on from.
+        place, num_bytes: offset and size of the snapshot in the index file.
     """
 
     step: _Number
@@ -48,43 +47,43 @@ class Entrance:
     num_bytes: _Number = 0
 
 
-class Index(msgspec.Struct, frozen=True):
-    """What an index says of itself, and of the trace that it is good for."""
+class SnapshotIndex(msgspec.Struct, frozen=True):
+    """The entries of an index, and the size and modification time of its trace."""
 
     size: int
     mtime_ns: int
     last_step: _Number
-    entrances: Annotated[list[Entrance], Meta(min_length=1)]
+    entries: Annotated[list[SnapshotEntry], Meta(min_length=1)]
     version: int = _VERSION
 
     def fits(self, trace: Path) -> bool:
-        """Is the trace as it was?"""
+        """Is this the index of the trace as it is now?"""
         status = trace.stat()
         key = (_VERSION, status.st_size, status.st_mtime_ns)
         return (self.version, self.size, self.mtime_ns) == key
 
 
-def pack(snapshot: bytes, file: BinaryIO, step: int, offset: int) -> Entrance:
-    """Put a snapshot into an index that is being written."""
+def pack(snapshot: bytes, file: BinaryIO, step: int, offset: int) -> SnapshotEntry:
+    """Append a snapshot to an index file."""
     packed = zlib.compress(snapshot, level=1)
     place = file.tell()
     file.write(packed)
-    return Entrance(step, offset, place, len(packed))
+    return SnapshotEntry(step, offset, place, len(packed))
 
 
-def unpack(path: Path, entrance: Entrance, most_bytes: int) -> bytes:
-    """A snapshot of an index.
+def unpack(path: Path, entry: SnapshotEntry, most_bytes: int) -> bytes:
+    """Read a snapshot from an index file.
 
     Raises:
-        OSError, zlib.error: the file is not the one any more that was read.
+        OSError, zlib.error: the file was changed after its SnapshotIndex was read.
     """
     with _open_plain(path) as file:
-        file.seek(entrance.place)
-        return zlib.decompressobj().decompress(file.read(entrance.num_bytes), most_bytes)
+        file.seek(entry.place)
+        return zlib.decompressobj().decompress(file.read(entry.num_bytes), most_bytes)
 
 
-def read_index(path: Path) -> Index | None:
-    """The index; None if there is none that is right."""
+def read_index(path: Path) -> SnapshotIndex | None:
+    """Read an index file; None if there is none, or if it is damaged."""
     try:
         with _open_plain(path) as file:
             if file.read(_DIGEST_BYTES) != _digest_of_rest(file):
@@ -94,20 +93,20 @@ def read_index(path: Path) -> Index | None:
             if not _DIGEST_BYTES <= place <= end:
                 return None
             file.seek(place)
-            return msgspec.json.decode(file.read(end - place), type=Index)
+            return msgspec.json.decode(file.read(end - place), type=SnapshotIndex)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def write_index(path: Path, fill: Callable[[BinaryIO], Index]) -> Index | None:
-    """Write an index, in the place of what lies there if that is a plain file.
+def write_index(path: Path, fill: Callable[[BinaryIO], SnapshotIndex]) -> SnapshotIndex | None:
+    """Write an index file; a regular file of that name is replaced.
 
     Args:
-        path: where.
-        fill: puts the snapshots into the file, and returns what is to be said of them.
+        path: of the index.
+        fill: writes the snapshots into the file, and returns their SnapshotIndex.
 
     Returns:
-        What `fill` did; None if nothing can be written there.
+        What `fill` returned; None if the file cannot be written.
     """
     if path.exists() and not path.is_file():
         return None
@@ -143,10 +142,10 @@ def _digest_of_rest(file: BinaryIO) -> bytes:
 
 
 def _open_plain(path: Path) -> BinaryIO:
-    """Open a plain file, and nothing that one would wait for.
+    """Open a regular file; opening a pipe or a device could block.
 
     Raises:
-        OSError: it is none, or cannot be opened.
+        OSError: it is not a regular file, or cannot be opened.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

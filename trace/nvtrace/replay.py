@@ -2,12 +2,12 @@
 
     state(n + 1) = apply(state(n), event n)
 
-Knows what each event does to queues, pages and tokens; nothing else in the house has to. Does not
-know the engine: that the two agree after every schedule() and every postprocess() is the strongest
-test in the house. Needs no torch.
+What each event does to queues, blocks and tokens is written here and nowhere else in nvtrace. Tests
+compare the state with the engine's after every schedule() and every postprocess(). Needs no engine
+and no torch.
 
-The one rule it shares with the block manager is where a freed page goes in the free list: to the
-head if it holds nothing worth keeping, to the tail if it is published.
+One rule is the block manager's as well: a freed block goes to the head of the free list if it is
+empty, and to the tail if it is hashed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PHASES: dict[type[ev.Schedule], Phase] = {
 
 
 class InconsistentTraceError(ValueError):
-    """An event says something that cannot follow from those before it."""
+    """An event cannot follow from those before it."""
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """One request, as its events tell it."""
+    """One request, as its events record it."""
 
     seq_id: int
     prompt_len: int
@@ -65,11 +65,11 @@ class State:
     Attributes:
         waiting, running: the queues, as seq_ids in their order.
         sequences: every request seen so far, ended ones included.
-        block_size, num_blocks: of the page pool.
-        ref_counts: for each page, the tables that hold it.
-        free_blocks: the free pages, next taken first.
-        block_hashes: published pages and their hashes.
-        cached_blocks: the same the other way round.
+        block_size, num_blocks: of the block pool.
+        ref_counts: for each block, the tables that hold it.
+        free_blocks: the free blocks, next taken first.
+        block_hashes: the hashed blocks and their hashes.
+        cached_blocks: for each hash, its block.
         engine_step: the last step that was scheduled.
     """
 
@@ -116,10 +116,10 @@ class State:
 
     def _engine_reset(self, event: ev.EngineReset) -> None:
         for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
-            if seq_id not in self.sequences:  # its arrival was cut off by the same interruption
+            if seq_id not in self.sequences:  # the same error interrupted its arrival
                 continue
             seq = self.sequences[seq_id]
-            del seq.token_ids[num_tokens:]  # drawn, but not appended any more
+            del seq.token_ids[num_tokens:]  # sampled, but not appended
             seq.num_computed_tokens = seq.num_cached_tokens = seq.num_prefill_tokens = 0
             seq.status, seq.finish_reason, seq.block_table = "FINISHED", "aborted", []
         self._scheduled = {}
@@ -140,7 +140,7 @@ class State:
         seq = self.sequences[event.seq_id]
         if {seq.status, event.previous} <= _STATUSES:
             (self.waiting if event.previous == "WAITING" else self.running).remove(event.seq_id)
-        else:  # of a status that is not known here only the events after it tell more
+        else:  # the queue of an unknown status is not known
             for queue in (self.waiting, self.running):
                 queue[:] = [seq_id for seq_id in queue if seq_id != event.seq_id]
         seq.status = event.status
@@ -154,7 +154,7 @@ class State:
             case "FINISHED":
                 seq.finish_reason = event.reason
 
-    # -- pages -----------------------------------------------------------------------------------
+    # -- blocks ----------------------------------------------------------------------------------
 
     def _blocks_reuse(self, event: ev.BlocksShare | ev.BlocksRevive) -> None:
         for seq_id, block_ids in zip(event.seq_ids, event.block_ids, strict=True):
@@ -262,8 +262,8 @@ class Step:
         before: events since the step before (arrivals, outputs).
         events: the step's own events.
         schedule: what was decided; None if the trace ends before.
-        end: its STEP_END; None if the trace ends, or an error struck, before.
-        state: the state after it. It goes on changing: copy what you keep.
+        end: its STEP_END; None if the trace ends, or the step fails, before.
+        state: the state after it. Later events change it: copy what you keep.
     """
 
     index: int
@@ -277,8 +277,8 @@ class Step:
 class StepFold:
     """The state, event by event, and the step that each event is part of.
 
-    The one grouping of events into steps. It keeps the events of one step, and of those between it
-    and the step before.
+    All grouping of events into steps is done here; only the check and the Perfetto export need
+    their own, and say why. Events are kept for the current step, and since the step before.
 
     Args:
         state: the state to start from; a new one if None.

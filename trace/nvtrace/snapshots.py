@@ -1,17 +1,15 @@
-"""Snapshots: a trace as a film that can be entered at any step.
+"""Snapshots: start the fold of a large trace near any step, not at its beginning.
 
-The state at step 90,000 is a fold over all before it. So that this is done once, a first look
-leaves an index beside a large trace: the state every few megabytes, and where in the file it
-stands. Each later look folds from the snapshot before its step, a few megabytes at most.
+The state at step 90,000 is a fold over all events before it. To do this only once, the first call
+writes an index beside a large trace: a snapshot of the state every few megabytes, and its offset in
+the file. Each later call folds from the last snapshot before its step.
 
     trace.jsonl              1 GB
     trace.jsonl.nvindex      see `nvindex.py`
 
-An index is good for one size and one modification time of its trace, and if its digest is right;
-else it is made anew. A trace below SPACING_BYTES needs none. One that is compressed, or lies where
-nothing can be written, is read from its start each time.
-
-Knows where a fold can begin, and how a state is kept. Does not know what a moment is for (`at.py`).
+An index is used if its digest is right and if the trace still has the size and modification time
+that the index records; else it is written again. A trace smaller than SPACING_BYTES needs none. A
+compressed trace, or one in a folder that cannot be written to, is read from its start each time.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ import msgspec
 from typing_extensions import override
 
 from nvtrace import events as ev
-from nvtrace.at import Place, matches, moments
+from nvtrace.at import StepPoint, matches, moments
 from nvtrace.envelope import decode
-from nvtrace.nvindex import Entrance, Index, pack, read_index, unpack, write_index
+from nvtrace.nvindex import SnapshotEntry, SnapshotIndex, pack, read_index, unpack, write_index
 from nvtrace.reader import UnreadableTraceError, read_trace
 from nvtrace.replay import SequenceState, State
 from nvtrace.unpack import is_packed
@@ -51,7 +49,7 @@ class NoSuchStepError(ValueError):
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """A state between two steps, as it lies in an index. Ended requests are left out."""
+    """A state between two steps, as an index keeps it. Ended requests are left out."""
 
     engine_step: int
     block_size: int
@@ -82,7 +80,7 @@ def save_state(state: State) -> bytes:
 
 
 def load_state(data: bytes) -> State:
-    """What `save_state` kept."""
+    """The state that `save_state` encoded."""
     saved = msgspec.msgpack.decode(data, type=_Saved)
     state = State()
     state.engine_step, state.block_size = saved.engine_step, saved.block_size
@@ -95,19 +93,19 @@ def load_state(data: bytes) -> State:
     return state
 
 
-class Film:
-    """A trace that can be entered at any step.
+class SeekableTrace:
+    """A trace whose state at any step can be asked for.
 
     Args:
         path: of the trace.
-        warn: takes a sentence about what is wrong but survivable, when the whole trace is read.
-        watch: told now and then how many bytes of the trace were read, when it is read whole.
-        spacing_bytes: how far snapshots are apart; SPACING_BYTES if None.
-        index_folder: where the index lies; beside the trace if None.
+        warn: called with each warning when the whole trace is read.
+        watch: called with the number of bytes read so far when the whole trace is read.
+        spacing_bytes: the distance between snapshots; SPACING_BYTES if None.
+        index_folder: the folder of the index; the trace's if None.
         name: what messages call the trace; None for its path.
 
     Attributes:
-        index_path: where its index lies, if it has one.
+        index_path: the path of its index, if it has one.
         has_made_index: was the index written just now?
     """
 
@@ -128,32 +126,32 @@ class Film:
         self._warn = warn
         self._watch = watch
         self._spacing_bytes = SPACING_BYTES if spacing_bytes is None else spacing_bytes
-        self._entrances = [Entrance(0, 0)]
-        self._last_step: int | None = None  # not known before the trace was read
+        self._entries = [SnapshotEntry(0, 0)]
+        self._last_step: int | None = None  # None: not known yet
         self.has_made_index = False
         is_large = path.is_file() and path.stat().st_size > self._spacing_bytes
         if is_large and not is_packed(path):
             index = self._index()
-            self._entrances, self._last_step = index.entrances, index.last_step
+            self._entries, self._last_step = index.entries, index.last_step
 
     def at(self, step: int | None, point: Point) -> Moment:
         """The state at a moment of a step.
 
         Args:
             step: the engine_step; None for the last.
-            point: which moment of it.
+            point: the moment of that step.
 
         Raises:
-            NoSuchStepError: saying which ones there are.
+            NoSuchStepError: no such step; the message gives those that there are.
             UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
         """
         if step is None:
             step = self._last_step or self._find_last_step()
-        wanted = Place(step, point)
+        wanted = StepPoint(step, point)
         last_step = 0
         for moment in self._moments(self.segment_of(step), inputs_of=step):
             last_step = moment.step
-            if Place(moment.step, moment.point) == wanted:
+            if StepPoint(moment.step, moment.point) == wanted:
                 return moment
             if last_step > step:
                 break
@@ -173,15 +171,15 @@ class Film:
         point: Point | None = None,
         is_backwards: bool = False,
         watch: Callable[[int], None] | None = None,
-    ) -> Place | None:
+    ) -> StepPoint | None:
         """The first place from `step` on where a condition holds; None if there is none.
 
         Args:
-            condition: what to look for.
-            step: where to begin, itself included; None for the trace's start, or its end.
-            point: stop at this moment of a step only.
-            is_backwards: look at the steps before, the nearest first.
-            watch: told of each step that is looked at. What it raises ends the search.
+            condition: the condition.
+            step: the first step to search, itself included; None for the trace's start, or its end.
+            point: look at this moment of each step only.
+            is_backwards: search the steps before, the nearest first.
+            watch: called with each step that is searched. An exception of it ends the search.
 
         Raises:
             UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
@@ -207,46 +205,47 @@ class Film:
         """The trace's header."""
         return cast("Header", next(read_trace(self.path)))
 
-    # -- segments: from one entrance to the next -------------------------------------------------
+    # -- segments: from one snapshot to the next -------------------------------------------------
 
     @property
     def num_segments(self) -> int:
-        """Pieces that the trace is read in, a few megabytes each."""
-        return len(self._entrances)
+        """Number of parts between snapshots, a few megabytes each."""
+        return len(self._entries)
 
     def segment_of(self, step: int | None) -> int:
         """The number of the segment that a step is in; None stands for the trace's end."""
         if step is None:
-            return len(self._entrances) - 1
-        return max(bisect_left(self._entrances, step, key=lambda entrance: entrance.step) - 1, 0)
+            return len(self._entries) - 1
+        return max(bisect_left(self._entries, step, key=lambda entry: entry.step) - 1, 0)
 
     def segment(self, number: int) -> tuple[State, Iterator[Record]]:
-        """What a segment begins with, and its records.
+        """The state at the beginning of a segment, and its records.
 
         Raises:
-            UnreadableTraceError: the index was changed. The records raise what `read_trace` does.
+            UnreadableTraceError: the index was changed. Reading the records raises what
+                `read_trace` raises.
         """
-        if len(self._entrances) == 1:
-            warn, self._warn = self._warn, None  # once is enough
+        if len(self._entries) == 1:
+            warn, self._warn = self._warn, None  # warn only once
             return State(), read_trace(self.path, warn=warn, name=self._full_name)
-        entrance = self._entrances[number]
-        is_last = number + 1 == len(self._entrances)
-        stop = None if is_last else self._entrances[number + 1].offset
-        state = self._read_state(entrance) if number else State()
-        return state, _records_between(self.path, entrance.offset, stop)
+        entry = self._entries[number]
+        is_last = number + 1 == len(self._entries)
+        stop = None if is_last else self._entries[number + 1].offset
+        state = self._read_state(entry) if number else State()
+        return state, _records_between(self.path, entry.offset, stop)
 
     def _moments(
         self, number: int, *, inputs_of: int | None = None, is_whole: bool = True
     ) -> Iterator[Moment]:
-        """The moments of a segment, or from there to the trace's end."""
+        """The moments of a segment, or of all from there to the trace's end."""
         state, records = self.segment(number)
-        if is_whole and number + 1 < len(self._entrances):
-            records = _records_between(self.path, self._entrances[number].offset, None)
+        if is_whole and number + 1 < len(self._entries):
+            records = _records_between(self.path, self._entries[number].offset, None)
         yield from moments(records, state, inputs_of=inputs_of)
 
     def _find_last_step(self) -> int:
         last_step = 0
-        for moment in self._moments(len(self._entrances) - 1):
+        for moment in self._moments(len(self._entries) - 1):
             last_step = moment.step
         self._last_step = last_step
         if not last_step:
@@ -261,43 +260,43 @@ class Film:
 
     # -- the index -------------------------------------------------------------------------------
 
-    def _read_state(self, entrance: Entrance) -> State:
+    def _read_state(self, entry: SnapshotEntry) -> State:
         try:
-            return load_state(unpack(self.index_path, entrance, self.path.stat().st_size))
+            return load_state(unpack(self.index_path, entry, self.path.stat().st_size))
         except (OSError, zlib.error, msgspec.MsgspecError) as error:
             raise UnreadableTraceError(
                 f"{self.index_path} was changed while it was read ({error}): start again"
             ) from error
 
-    def _index(self) -> Index:
-        """The index beside the trace, or one that is made now."""
+    def _index(self) -> SnapshotIndex:
+        """The index beside the trace, or else a new one."""
         index = read_index(self.index_path)
         if index is not None and index.fits(self.path):
             return index
-        index = write_index(self.index_path, self._film)
+        index = write_index(self.index_path, self._write_snapshots)
         self.has_made_index = index is not None
-        return index or Index(0, 0, 0, [Entrance(0, 0)])  # every look reads from the start
+        return index or SnapshotIndex(0, 0, 0, [SnapshotEntry(0, 0)])  # always read from the start
 
-    def _film(self, index: BinaryIO) -> Index:
-        """Fold the whole trace once, and put its snapshots into the index."""
+    def _write_snapshots(self, index: BinaryIO) -> SnapshotIndex:
+        """Fold the whole trace, and write its snapshots into the index file."""
         status = self.path.stat()
-        entrances, last_step, next_offset = [Entrance(0, 0)], 0, self._spacing_bytes
+        entries, last_step, next_offset = [SnapshotEntry(0, 0)], 0, self._spacing_bytes
         with _LineByLine(FileIO(self.path)) as file:
             reading = _Reading(file, self._watch, self._full_name)
             for moment in moments(reading.records(self._warn)):
                 last_step = moment.step
-                is_entrance = moment.point == "end" and reading.is_between_steps
-                if not is_entrance or reading.offset < next_offset:
+                is_entry = moment.point == "end" and reading.is_between_steps
+                if not is_entry or reading.offset < next_offset:
                     continue
                 snapshot = save_state(moment.state)
-                entrances.append(pack(snapshot, index, moment.step, reading.offset))
+                entries.append(pack(snapshot, index, moment.step, reading.offset))
                 apart = max(self._spacing_bytes, _SNAPSHOTS_APART * len(snapshot))
                 next_offset = reading.offset + apart
-        return Index(status.st_size, status.st_mtime_ns, last_step, entrances)
+        return SnapshotIndex(status.st_size, status.st_mtime_ns, last_step, entries)
 
 
 class _LineByLine(BufferedReader):
-    """A file that gives one line at a time, so that its place is that of the record read last."""
+    """A file that is read line by line, so that `tell()` is the end of the last record."""
 
     @override
     def read1(self, size: int = -1, /) -> bytes:
@@ -305,10 +304,11 @@ class _LineByLine(BufferedReader):
 
 
 class _Reading:
-    """A trace that is read once, with the place in the file.
+    """Reads a whole trace, and knows the offset of each record.
 
     Attributes:
-        offset: where the record that was given out last begins.
+        offset: where the last record begins.
+        is_between_steps: is the record before it the end of a step?
     """
 
     def __init__(
@@ -325,17 +325,17 @@ class _Reading:
         last: Record | None = None
         for record in read_trace(self._file, warn=warn, name=self._name):
             self.offset, end = end, self._file.tell()
-            # A step that broke off may leave something behind that is part of no snapshot.
+            # After a step that failed, the fold holds more than a snapshot keeps.
             self.is_between_steps = isinstance(last, ev.StepEnd)
             if self._watch is not None:
                 self._watch(end)
             yield record
             last = record
-        self.is_between_steps = False  # what is folded is more than what lies before `offset`
+        self.is_between_steps = False  # the last record was folded as well
 
 
 def _records_between(path: Path, start: int, stop: int | None) -> Iterator[Record]:
-    """The records of a piece of a trace that was read whole before, without its complaints."""
+    """The records of a part of a trace, without the warnings that the first reading gave."""
     with path.open("rb") as file:
         file.seek(start)
         for line in file:
@@ -343,7 +343,7 @@ def _records_between(path: Path, start: int, stop: int | None) -> Iterator[Recor
                 return
             start += len(line)
             if not line.endswith(b"\n"):
-                return  # a cut last line: it was said at the first reading
+                return  # a cut last line: the first reading warned of it
             if line.strip():
                 try:
                     yield decode(line)

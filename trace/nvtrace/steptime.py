@@ -2,11 +2,9 @@
 
     time = a + b * tokens + c * context + d * sequences        one such line for each phase
 
-Knows least squares, how wrong the line is, and how far it may be trusted. Does not know events or
-schedules. What it answers is an estimate: whoever shows it calls it simulated.
-
-The error is that of steps which the line has not seen: every fifth step is left out in turn and
-predicted from the rest. Beyond the shapes that were recorded, by more than 10 %, nothing is said.
+The line is fitted by least squares. A predicted time is an estimate and is shown as simulated. The
+error is measured on steps that the fit has not used: every fifth step is left out in turn and
+predicted from the rest. For shapes more than 10 % outside the recorded ones nothing is predicted.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ Phase = Literal["prefill", "decode", "mixed"]
 Quantity = Literal["num_tokens", "num_context_tokens", "num_seqs"]
 
 QUANTITIES: tuple[Quantity, ...] = ("num_tokens", "num_context_tokens", "num_seqs")
-MARGIN = 0.1  # beyond the recorded shapes
+MARGIN = 0.1  # outside the recorded shapes
 _NUM_FOLDS = 5
-_STEPS_PER_TERM = 5  # fewer would be learned by heart
-_COLLINEAR = 1e-9  # of a column that the others make up, so much is left
+_STEPS_PER_TERM = 5  # with fewer, the line would only repeat them
+_COLLINEAR = 1e-9  # a column with less left is a sum of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
+class OutOfRange:
     """Why a shape has no time: it is unlike all that were recorded.
 
     Attributes:
@@ -71,14 +69,14 @@ class PhaseFit:
     """The line of one phase.
 
     Attributes:
-        num_steps: steps it was learned from.
-        coefficients: ns, and ns per unit of each of QUANTITIES; 0 for one that the others make up.
+        num_steps: steps that it is fitted to.
+        coefficients: ns, and ns per unit of each of QUANTITIES; 0 for one that depends on others.
         ranges: the recorded (low, high) of each of QUANTITIES.
-        fastest_ns: the fastest recorded step: none is taken to be faster.
-        r_squared: the share of the times' variance that it foretells for steps it has not seen;
-            None where all times are equal, or there are too few steps to leave one out.
-        median_error: of these steps, the median of |predicted - recorded| / recorded; None where
-            there are too few.
+        fastest_ns: the fastest recorded step; no prediction is smaller.
+        r_squared: the share of the times' variance that it predicts for steps left out of the fit;
+            None if all times are equal, or if there are too few steps.
+        median_error: of these steps, the median of |predicted - recorded| / recorded; None if there
+            are too few.
     """
 
     num_steps: int
@@ -90,11 +88,11 @@ class PhaseFit:
 
 
 class StepTimes:
-    """Foretells the time of a step.
+    """Predicts the time of a step.
 
     Args:
         steps: shapes that were recorded, each with its time in nanoseconds.
-        between_ns: what passes between two steps.
+        between_ns: the time between two steps.
     """
 
     def __init__(self, steps: Iterable[tuple[StepShape, int]], between_ns: int = 0) -> None:
@@ -104,15 +102,15 @@ class StepTimes:
         self.between_ns = between_ns
         self.fits = {phase: _fit(its_steps) for phase, its_steps in by_phase.items()}
 
-    def predict(self, shape: StepShape) -> int | Beyond:
-        """The time of a step in nanoseconds, or why it is not told."""
+    def predict(self, shape: StepShape) -> int | OutOfRange:
+        """The time of a step in nanoseconds, or why it cannot be predicted."""
         fit = self.fits.get(shape.phase)
         if fit is None:
-            return Beyond(shape.phase)
+            return OutOfRange(shape.phase)
         for quantity, (low, high) in zip(QUANTITIES, fit.ranges, strict=True):
             value = getattr(shape, quantity)
             if not low * (1 - MARGIN) <= value <= high * (1 + MARGIN):
-                return Beyond(shape.phase, quantity, value, low, high)
+                return OutOfRange(shape.phase, quantity, value, low, high)
         return max(round(_dot(fit.coefficients, _row(shape))), fit.fastest_ns)
 
 
@@ -153,10 +151,10 @@ def _fit(steps: list[tuple[StepShape, int]]) -> PhaseFit:
 
 
 class _Sums:
-    """What least squares needs to know of some steps: sums of products, to be added up again.
+    """The sums of products that least squares needs, over some steps.
 
     Args:
-        num_terms: the line's leading terms that may be used; the others stay 0.
+        num_terms: how many of the line's terms are fitted; the others stay 0.
     """
 
     def __init__(self, num_terms: int) -> None:
@@ -182,7 +180,7 @@ class _Sums:
     def solve(self) -> list[float]:
         """The line's coefficients, by Gauss-Jordan elimination.
 
-        A column that those before it make up (in a decode, tokens are sequences) is passed over.
+        A column that depends on those before it is skipped (in a decode, tokens = sequences).
         """
         size = len(self.products)
         left = [row[:] for row in self.products]

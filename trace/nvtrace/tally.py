@@ -1,7 +1,6 @@
-"""Tally: what a trace lacks, and what is in it that this version does not know.
+"""Tally: missing events and unknown events of a trace, counted while it is read.
 
-Knows the numbers of events, and what header and footer say of them. Does not know files
-(`reader.py`).
+Events are numbered without gaps (`event_id`); the footer has their number.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _EVENT_ID = attrgetter("event_id")
 
 
 class Tally:
-    """Counts what is not known, and what is not there: events are numbered without gaps.
+    """Counts the unknown and the missing events of a trace.
 
     Attributes:
-        num_after_footer: lines that came after the footer; None before there is one.
+        num_after_footer: lines after the footer; None before it has come.
     """
 
     def __init__(self) -> None:
@@ -37,11 +36,11 @@ class Tally:
 
     @property
     def has_header(self) -> bool:
-        """Has the header come? It is the first of all."""
+        """Has the header, the first record, come?"""
         return self._last is not None
 
     def count(self, records: list[Record]) -> bool:
-        """Count some more of them. Returns whether the first gap is there, and it is meant."""
+        """Count some more records. Returns True at the first gap of a trace that was filtered."""
         if not records:
             return False
         had_none = not self._num_missing
@@ -54,7 +53,7 @@ class Tally:
             self.num_after_footer = len(types) - 1 - types.index(Footer)
         try:
             event_ids = [*map(_EVENT_ID, records)]
-        except AttributeError:  # a header, or events that are not known
+        except AttributeError:  # a header, or unknown events
             event_ids = [*self._numbers(records)]
         if event_ids != [*range(self._last_id + 1, self._last_id + 1 + len(event_ids))]:
             for before, event_id in pairwise([self._last_id, *event_ids]):
@@ -75,7 +74,7 @@ class Tally:
                 yield event_id
 
     def complaints(self, name: str | Path) -> Iterator[str]:
-        """What is to be said of it at its end."""
+        """The warnings, at the end of the trace."""
         if self._unknown:
             kinds = ", ".join(f"{tag} x {count}" for tag, count in sorted(self._unknown.items()))
             yield f"{name}: events of a newer nvtrace were skipped: {kinds}"
@@ -83,7 +82,7 @@ class Tally:
         if isinstance(last, Footer):
             num_missing -= last.num_dropped
         elif self._is_filtered:
-            num_missing = 0  # all may be meant
+            num_missing = 0  # a processor may have dropped all of them
         if num_missing > 0:
             missing = f"{num_missing} events are missing"
             yield f"{name}: {missing}, according to the event ids"

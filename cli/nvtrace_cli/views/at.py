@@ -306,7 +306,10 @@ def _inputs(
     for run, said in islice(moment.runs_as_said(), _MOST_RUNS):
         slots = Text(_arithmetic(run, moment.state.block_size, times))
         if said is not None and said != [*range(run.first_slot, run.last_slot + 1)]:
-            slots = Text(f"{slots}; {catalog.ui('at_said', slots=_slots(said))}", style="error")
+            separator = catalog.ui("note_separator")
+            slots = Text(
+                f"{slots}{separator}{catalog.ui('at_said', slots=_slots(said))}", style="error"
+            )
         tokens = " ".join(map(str, run.token_ids[:_MOST_IDS]))
         table.add_row(
             Text(str(run.seq_id)),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from nvtrace.bench.report import ContenderFacts, Machine, Report, Result, Spread, StepClass
+    from nvtrace.bench.report import ContenderFacts, MachineFacts, Report, Result, Spread, StepClass
 
 _CONTENDER_COLUMNS = ("contender", "tokens/s", "lowest", "highest", "cores", "engine is")
 _STEP_COLUMNS = ("steps", "batch", "count", "untraced", "traced", "floor", "x floor")
@@ -79,7 +79,7 @@ def show(report: Report) -> None:
         _show_result(result, console)
 
 
-def _machine(machine: Machine, dot: str, width: int) -> Iterator[str]:
+def _machine(machine: MachineFacts, dot: str, width: int) -> Iterator[str]:
     parts = [
         machine.processor,
         f"{machine.num_cpus} CPUs, {machine.num_threads} threads",

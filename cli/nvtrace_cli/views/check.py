@@ -81,7 +81,7 @@ def print_plain(records: Iterable[Record]) -> int:
     for record in records:
         for finding in checker.take(record):
             step = "-" if finding.step is None else str(finding.step)
-            told, known = finding.told, finding.known
+            told, known = finding.recorded, finding.expected
             facts = (told.name, _json(told.value), known.name, _json(known.value))
             place = (step, str(finding.event_id), finding.event, finding.invariant)
             sys.stdout.write("\t".join((*place, *map(escape, facts))) + "\n")
@@ -108,7 +108,7 @@ def finding_object(finding: Finding, catalog: Catalog) -> dict[str, Any]:
         "event": finding.event,
         "facts": [
             {"fact": fact.name, "words": catalog.fact(fact.name), "value": fact.value}
-            for fact in (finding.told, finding.known)
+            for fact in (finding.recorded, finding.expected)
         ],
         "title": title,
         "teaches": teaches,
@@ -152,7 +152,7 @@ def _place(finding: Finding, catalog: Catalog) -> str:
 
 
 def _clash(finding: Finding, catalog: Catalog) -> str:
-    told, known = finding.told, finding.known
+    told, known = finding.recorded, finding.expected
     return catalog.check(
         "clash",
         told=catalog.fact(told.name),

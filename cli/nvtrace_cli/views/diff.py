@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nvtrace.catalog import Catalog
-    from nvtrace.diff import Decision, Difference, Latency, Side
+    from nvtrace.diff import Decision, Latency, Side, TraceDiff
     from nvtrace.metrics import RequestMetrics
 
 _NOTHING = "-"
@@ -34,7 +34,7 @@ _OF_AN_EVENT = ("seq_id", "seq_ids", "block_ids")
 _OF_A_REASON = ("seq_id", "seq_ids", "reason", "need")
 
 
-def print_json(difference: Difference) -> None:
+def print_json(difference: TraceDiff) -> None:
     """One object a line: kinds "setting", "input", "reason", "decision", "latency", "tokens".
 
     A "summary" comes last.
@@ -45,7 +45,7 @@ def print_json(difference: Difference) -> None:
         sys.stdout.write(json_line(fields) + "\n")
 
 
-def _objects(difference: Difference) -> list[dict[str, Any]]:
+def _objects(difference: TraceDiff) -> list[dict[str, Any]]:
     objects: list[dict[str, Any]] = [
         {"kind": "setting"} | asdict(setting) for setting in difference.settings
     ]
@@ -89,7 +89,7 @@ def _latency_object(latency: Latency) -> dict[str, Any]:
     }
 
 
-def print_plain(difference: Difference) -> None:
+def print_plain(difference: TraceDiff) -> None:
     """One difference a line, with tabs: kind, name, A's value, B's value."""
     lines: list[tuple[str, ...]] = [("kind", "name", "a", "b")]
     lines += [("setting", s.name, _json(s.a), _json(s.b)) for s in difference.settings]
@@ -126,7 +126,7 @@ def print_plain(difference: Difference) -> None:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def show(difference: Difference, catalog: Catalog, limit: int) -> None:
+def show(difference: TraceDiff, catalog: Catalog, limit: int) -> None:
     """All that differs, settings first.
 
     Args:
@@ -146,7 +146,7 @@ def show(difference: Difference, catalog: Catalog, limit: int) -> None:
             console.print(Prose((catalog.ui("diff_only", trace=name, ids=ids(only)), "")))
 
 
-def _show_settings(console: Console, difference: Difference, catalog: Catalog) -> None:
+def _show_settings(console: Console, difference: TraceDiff, catalog: Catalog) -> None:
     if not difference.settings:
         console.print(Prose((catalog.ui("diff_same_settings"), "")))
         return
@@ -158,7 +158,7 @@ def _show_settings(console: Console, difference: Difference, catalog: Catalog) -
     console.print(table)
 
 
-def _show_inputs(console: Console, difference: Difference, catalog: Catalog) -> None:
+def _show_inputs(console: Console, difference: TraceDiff, catalog: Catalog) -> None:
     total = count(len(difference.tokens) + difference.num_same_tokens)
     if not difference.inputs:
         console.print(Prose((catalog.ui("diff_same_inputs", total=total), "")))
@@ -174,7 +174,7 @@ def _show_inputs(console: Console, difference: Difference, catalog: Catalog) -> 
     console.print(table)
 
 
-def _show_reason(console: Console, difference: Difference, catalog: Catalog) -> None:
+def _show_reason(console: Console, difference: TraceDiff, catalog: Catalog) -> None:
     reason = difference.reason
     if reason is None:
         return
@@ -194,7 +194,7 @@ def _show_reason(console: Console, difference: Difference, catalog: Catalog) -> 
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _show_decision(console: Console, difference: Difference, catalog: Catalog) -> None:
+def _show_decision(console: Console, difference: TraceDiff, catalog: Catalog) -> None:
     console.print()
     decision = difference.decision
     number = count(difference.num_decisions)
@@ -234,7 +234,7 @@ def _step(side: Side, catalog: Catalog) -> str:
     return catalog.ui("diff_between") if side.step is None else str(side.step)
 
 
-def _show_latencies(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
+def _show_latencies(console: Console, difference: TraceDiff, catalog: Catalog, limit: int) -> None:
     if difference.num_untimed:
         sentence = catalog.ui("diff_untimed", count=count(difference.num_untimed))
         console.print("", Prose((sentence, "warning")), sep="\n")
@@ -266,7 +266,7 @@ def _show_latencies(console: Console, difference: Difference, catalog: Catalog, 
     _show_rest(console, len(difference.latencies), catalog, limit)
 
 
-def _show_tokens(console: Console, difference: Difference, catalog: Catalog, limit: int) -> None:
+def _show_tokens(console: Console, difference: TraceDiff, catalog: Catalog, limit: int) -> None:
     console.print()
     same, total = difference.num_same_tokens, difference.num_same_tokens + len(difference.tokens)
     sentence = catalog.ui("diff_tokens", same=count(same), total=count(total))

@@ -59,7 +59,7 @@ def sequences(seq_ids: Iterable[int], catalog: Catalog) -> str:
 
 def why_refused(refusals: Iterable[Refusals], catalog: Catalog) -> str:
     """What refused requests need, and what there is of it."""
-    return "; ".join(
+    return catalog.ui("note_separator").join(
         catalog.ui_or(
             f"refused_{group.reason}",
             "refused_other",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from nvtrace.distribution import Spread
+from nvtrace.distribution import Percentiles
 from nvtrace.metrics import PhaseMetrics, RequestMetrics, RunMetrics, facts, metric_names
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
@@ -75,7 +75,7 @@ def _plain_run(run: RunMetrics) -> Iterator[str]:
             for kind, phase in run.phases.items():
                 for part in PhaseMetrics.__dataclass_fields__:
                     yield f"{escape(kind)}.{part}\t{_plain(getattr(phase, part))}"
-        elif isinstance(value, Spread):
+        elif isinstance(value, Percentiles):
             cells = (_plain(getattr(value, column)) for column in _SPREAD_COLUMNS)
             yield "\t".join((name, "", *cells))
         else:
@@ -247,7 +247,7 @@ def _latency_table(run: RunMetrics, catalog: Catalog) -> FittingTable:
         words=("latency",),
     )
     for name in _LATENCIES:
-        spread: Spread | None = getattr(run, name)
+        spread: Percentiles | None = getattr(run, name)
         if spread is None or not spread.max:
             continue
         table.add_row(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from nvtrace.whatif import Row, recorded_row, simulated_row
+from nvtrace.whatif import RunRow, recorded_row, simulated_row
 from nvtrace_cli.views.console import make_console
 from nvtrace_cli.views.machine import json_line
 from nvtrace_cli.views.notes import why_refused
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvtrace.catalog import Catalog
-    from nvtrace.steptime import Beyond, Phase, PhaseFit
-    from nvtrace.whatif import Outcome, Recording
+    from nvtrace.steptime import OutOfRange, Phase, PhaseFit
+    from nvtrace.whatif import Recording, RerunResult
 
 _NOTHING = "-"
 _DECISIONS = ("run", "steps", "prefill", "decode", "mixed", "preemptions", "hits", "batch")
@@ -45,16 +45,16 @@ class Comparison:
     """
 
     recording: Recording
-    outcomes: list[Outcome | None]
+    outcomes: list[RerunResult | None]
     cases: list[str]
     is_by_step: bool
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RunRow]:
         """The recorded run, then the re-runs."""
         rows = [recorded_row(self.recording)]
         for name, outcome in zip(["unchanged", *self.cases], self.outcomes, strict=True):
             known = None if outcome is None else simulated_row(name, outcome)
-            rows.append(known or Row(name, "simulated"))
+            rows.append(known or RunRow(name, "simulated"))
         return rows
 
     @property
@@ -85,7 +85,7 @@ def print_json(comparison: Comparison) -> None:
 
 def print_plain(comparison: Comparison) -> None:
     """The rows as a table with tabs, an empty line, and the fits. What is unknown is empty."""
-    names = [field.name for field in fields(Row) if field.name not in {"beyond", "refusals"}]
+    names = [field.name for field in fields(RunRow) if field.name not in {"beyond", "refusals"}]
     _print_line("\t".join(names))
     for row in comparison.rows():
         _print_line("\t".join(_plain(getattr(row, name)) for name in names))
@@ -131,7 +131,7 @@ def show(comparison: Comparison, catalog: Catalog) -> None:
         console.print(Prose((sentence, "quiet")))
 
 
-def _decision_table(rows: list[Row], catalog: Catalog) -> FittingTable:
+def _decision_table(rows: list[RunRow], catalog: Catalog) -> FittingTable:
     table = _table(_DECISIONS, catalog)
     for index, row in enumerate(rows):
         table.add_row(
@@ -147,7 +147,7 @@ def _decision_table(rows: list[Row], catalog: Catalog) -> FittingTable:
     return table
 
 
-def _time_table(rows: list[Row], catalog: Catalog) -> FittingTable:
+def _time_table(rows: list[RunRow], catalog: Catalog) -> FittingTable:
     table = _table(_TIMES, catalog)
     for index, row in enumerate(rows):
         table.add_row(
@@ -183,10 +183,10 @@ def _of_the_unchanged(comparison: Comparison, catalog: Catalog) -> tuple[str, st
     return catalog.ui("whatif_same", count=count(len(comparison.recording.schedule))), ""
 
 
-def _of_row(row: Row, name: str, catalog: Catalog) -> Iterator[str]:
+def _of_row(row: RunRow, name: str, catalog: Catalog) -> Iterator[str]:
     if row.beyond:
         key = "whatif_stopped" if row.num_steps is None else "whatif_untimed"
-        why = "; ".join(_why(beyond, catalog) for beyond in row.beyond)
+        why = catalog.ui("note_separator").join(_why(beyond, catalog) for beyond in row.beyond)
         yield catalog.ui(key, run=name, count=count(row.num_untimed), why=why)
     if row.num_refused:
         why = why_refused(row.refusals, catalog)
@@ -195,7 +195,7 @@ def _of_row(row: Row, name: str, catalog: Catalog) -> Iterator[str]:
         yield catalog.ui("whatif_left_out", run=name, count=count(row.num_left_out))
 
 
-def _why(beyond: Beyond, catalog: Catalog) -> str:
+def _why(beyond: OutOfRange, catalog: Catalog) -> str:
     if beyond.quantity is None:
         return catalog.ui("whatif_never", phase=beyond.phase)
     return catalog.ui(

@@ -1,14 +1,13 @@
-"""Analysis: traces as pandas DataFrames, questions to them, and pictures of the answers.
+"""Analysis: traces as pandas DataFrames, analyses of them, and plots.
 
     columns                    what is in each DataFrame: names, dtypes, units, meanings
     trace                      Trace, load
       records, cells           a trace in memory, column by column
       steps, requests, blocks  the frames that are more than one event's table
-    latency, batches, pages    questions: functions from DataFrames to a DataFrame
-    plots                      pictures: each takes a DataFrame and a matplotlib Axes
+    latency, batches, kv_cache   analyses: functions from DataFrames to a DataFrame
+    plots                      plots: each takes a DataFrame and a matplotlib Axes
 
-pandas is imported here and nowhere else in the house, matplotlib in `plots` alone. Names are loaded
-at their first use.
+Only this package imports pandas, and only `plots` matplotlib. Names are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
         static_waste,
         step_time_by_class,
     )
+    from nvtrace.analysis.kv_cache import kv_use, memory_budget, prefix_hits
     from nvtrace.analysis.latency import (
         latency_breakdown,
         preemption_cost,
         request_spans,
         waiting_by_reason,
     )
-    from nvtrace.analysis.pages import kv_use, memory_budget, prefix_hits
     from nvtrace.analysis.trace import Trace, load
 
 _HOMES = {
@@ -43,9 +42,9 @@ _HOMES = {
     "preemption_cost": "latency",
     "request_spans": "latency",
     "waiting_by_reason": "latency",
-    "kv_use": "pages",
-    "memory_budget": "pages",
-    "prefix_hits": "pages",
+    "kv_use": "kv_cache",
+    "memory_budget": "kv_cache",
+    "prefix_hits": "kv_cache",
     "Trace": "trace",
     "load": "trace",
 }

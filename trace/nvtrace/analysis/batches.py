@@ -1,7 +1,4 @@
-"""Batches: how full steps are, and how long they take.
-
-Knows steps. Does not know pages (`pages.py`) or requests (`latency.py`).
-"""
+"""Batches: how full steps are, and how long they take."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def batch_occupancy(steps: pd.DataFrame) -> pd.DataFrame:
-    """Count steps by their kind and batch size, and the time that went into them.
+    """Count steps by phase and batch size, and add up their time.
 
     Args:
         steps: `Trace.steps`.
@@ -39,14 +36,14 @@ def batch_occupancy(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def static_waste(steps: pd.DataFrame, num_seats: int | None = None) -> pd.DataFrame:
-    """Count the seats of each decode that stay empty, and those that somebody is waiting for.
+    """Count the empty seats of each decode, and those that a waiting request could take.
 
-    What a batch that nobody may join wastes: requests that have ended leave their seats empty
-    (`num_empty`), though others wait for one (`num_joinable`). Continuous batching fills them.
+    This is what static batching wastes: requests that have ended leave their seats empty
+    (`num_empty`) while others wait (`num_joinable`). Continuous batching fills these seats.
 
     Args:
         steps: `Trace.steps`.
-        num_seats: that a batch has room for; the largest batch that decodes if None.
+        num_seats: seats of a batch; the largest decode batch if None.
     """
     steps = of_first_rank(steps)
     decodes = steps[steps["phase"] != "prefill"].reset_index(drop=True)
@@ -58,7 +55,7 @@ def static_waste(steps: pd.DataFrame, num_seats: int | None = None) -> pd.DataFr
 
 
 def graph_padding(steps: pd.DataFrame) -> pd.DataFrame:
-    """Count the rows of CUDA graphs, and those that were computed for nobody.
+    """Count the rows of CUDA graphs, and those that are padding.
 
     Args:
         steps: `Trace.steps`.
@@ -77,7 +74,7 @@ def graph_padding(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_time_by_class(steps: pd.DataFrame, floor: Floor | None = None) -> pd.DataFrame:
-    """Ask how long steps take, by kind and batch size, beside what their bytes alone would take.
+    """Measure how long steps take, by phase and batch size, beside the time to read their bytes.
 
     A decode step must read every weight once, and every key and value of every context:
 
@@ -110,14 +107,14 @@ def step_time_by_class(steps: pd.DataFrame, floor: Floor | None = None) -> pd.Da
 
 
 def byte_floor(header: Header, bytes_per_second: float) -> Floor:
-    """What a decode step of a run must read, on each rank, and how fast that can be.
+    """The bytes that a decode step must read on each rank, and the time that this takes.
 
     Args:
         header: `Trace.header`.
-        bytes_per_second: of the device's memory, as 4.8e12 of an H200.
+        bytes_per_second: of the device's memory, such as 4.8e12 for an H200.
 
     Raises:
-        ValueError: the header does not tell the model's shape.
+        ValueError: the header does not have the model's shape.
     """
     facts = structs.asdict(header.facts.model) | {"dtype": header.facts.config.dtype}
     model: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
@@ -128,7 +125,7 @@ def byte_floor(header: Header, bytes_per_second: float) -> Floor:
         mlp = hidden * 3 * model["intermediate_size"]  # gate, up, down
         norms = 2 * hidden + 2 * head_dim
         layers = model["num_hidden_layers"] * (attention + mlp + norms)
-        # Of the input embedding a step reads a few rows; the head is read whole.
+        # A step reads only a few rows of the input embedding, but the whole head.
         num_read = layers + hidden + model["vocab_size"] * hidden
         num_bytes = _BYTES_PER_NUMBER[model["dtype"]]
         kv_heads_here = max(num_kv_heads // header.world_size, 1)

@@ -1,7 +1,6 @@
-"""Blocks: the frame `blocks`, one row for each operation on a KV page.
+"""Blocks: the frame `blocks`, one row for each operation on a KV block.
 
-Knows what each operation does to a page's ref count. Does not know queues or the order of the free
-list (`nvtrace.replay` does).
+Only ref counts and hashes are followed here; `nvtrace.replay` has the whole state.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _operations(records: Records, kind: str, operation: str) -> pd.DataFrame:
 
 
 class _Ledger:
-    """Writes down each operation, with what the page is after it."""
+    """Collects each operation, with the block's state after it."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[object]] = {name: [] for name in BLOCKS.names}
@@ -68,7 +67,7 @@ class _Ledger:
                     self._write(what, seq_id, block_ids)
 
     def _write(self, what: tuple[object, ...], seq_id: int | None, block_ids: list[int]) -> None:
-        """Write down a row for each page."""
+        """Add a row for each block."""
         for block_id in block_ids:
             after = (self._ref_counts[block_id], block_id in self._hashed)
             for column, value in zip(self._lists, (*what, block_id, seq_id, *after), strict=True):

@@ -1,9 +1,7 @@
-"""Cells: the values of one field, gathered block by block into one column.
+"""Cells: the values of one field, collected into one column while events are decoded.
 
-Gathered while the events have just been decoded, numbers as machine numbers and codes as bytes: to
-come back to a million events later takes longer than to decode them.
-
-Knows which Python types a field has, and what dtype that makes. Does not know events.
+Numbers are kept as machine numbers and codes as small integers. (Reading the fields of a million
+event objects later would take longer than decoding them.)
 """
 
 from __future__ import annotations
@@ -22,21 +20,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NUMBERS = {int: np.int64, float: np.float64, bool: np.bool_}
-_NOT_THERE = -(2**63)  # stands for None among 64-bit numbers
+_NOT_THERE = -(2**63)  # stands for None
 
 
 class Cells(Protocol):
-    """A column that grows."""
+    """A column to which values are added."""
 
     def extend(self, values: Sequence[Any]) -> None:
-        """Take in some more values.
+        """Add values.
 
         Raises:
             FrameError: one of them is too large.
         """
 
     def column(self) -> Any:  # noqa: ANN401 - an array
-        """What a DataFrame's column is made of."""
+        """The values, as a DataFrame's column takes them."""
 
 
 def cells_of(name: str, annotation: Any) -> Cells:  # noqa: ANN401 - any annotation
@@ -61,7 +59,7 @@ def cells_of(name: str, annotation: Any) -> Cells:  # noqa: ANN401 - any annotat
 
 
 class _Numbers:
-    """Numbers that are always there."""
+    """Numbers without None."""
 
     def __init__(self, name: str, dtype: type[np.generic]) -> None:
         self._name = name
@@ -98,7 +96,7 @@ class _OptionalInts(_Numbers):
 
 
 class _Codes:
-    """Words of a small set: the known ones first, then whatever others there are."""
+    """Codes: the known ones first, then the others."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         self._codes = {word: code for code, word in enumerate(words)}

@@ -1,8 +1,7 @@
 """Columns: what is in each DataFrame, in one place: name, dtype, unit, meaning.
 
-Knows the words, in English; the Chinese ones are in `catalog/zh.toml`. Does not know how a column
-is filled (`frames.py`, `steps.py` ...), nor pandas: docs/en/columns.md and docs/zh/columns.md are
-made from here by `python -m nvtrace.reference docs`.
+docs/en/columns.md and docs/zh/columns.md are generated from here by `python -m nvtrace.reference
+docs`; the Chinese words are in `catalog/zh.toml`. Needs no pandas.
 
 `seq_id`, `step`, `rank` and `block_id` mean the same in every frame: they are what frames are
 joined on. Times are nanoseconds of the trace's clock; each rank has its own. A dtype with a capital
@@ -23,8 +22,8 @@ class Column:
 
     Attributes:
         dtype: pandas' name of its type.
-        unit: what is counted; "" for names and numbers that only tell things apart.
-        meaning: in a sentence.
+        unit: the unit; "" for names and ids.
+        meaning: a short description.
     """
 
     name: str
@@ -39,8 +38,8 @@ class Frame:
 
     Attributes:
         name: `Trace`'s attribute, or the analysis that returns it.
-        row: what a row is, and how rows are ordered.
-        source: the events, or the frames, that it is made of.
+        row: what a row is, and the order of rows.
+        source: the events or frames that it is made from.
         columns: in their order.
     """
 

@@ -1,7 +1,4 @@
-"""Frames: values -> DataFrames with the documented columns.
-
-Knows dtypes. Does not know events, or what a column means (`columns.py`).
-"""
+"""Frames: values -> DataFrames with the documented columns (`columns.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
 
     Args:
         frame: its columns.
-        values: for each column what pandas takes for one: a list, an array, a Series.
+        values: for each column a list, an array or a Series.
 
     Raises:
         FrameError: a value does not fit the column's dtype.
@@ -37,7 +34,7 @@ def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
     columns = {}
     for column in frame.columns:
         try:
-            with np.errstate(invalid="ignore"):  # what does not fit is an error below
+            with np.errstate(invalid="ignore"):  # a value that does not fit is an error below
                 series = pd.Series(values[column.name], copy=False)
                 columns[column.name] = series.astype(column.dtype)
         except (OverflowError, TypeError, ValueError) as error:
@@ -48,14 +45,14 @@ def frame_of(frame: Frame, values: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def masked(data: npt.NDArray[Any], is_there: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - an array
-    """A nullable column of numbers: NA where they are not there."""
+    """A nullable column of numbers: NA where `is_there` is False."""
     kinds = {"i": pd.arrays.IntegerArray, "f": pd.arrays.FloatingArray, "b": pd.arrays.BooleanArray}
     return kinds[data.dtype.kind](data, ~is_there)
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """For what makes a million objects and no circle: looking for one would double the time."""
+    """Switch the collector off: with a million new objects, and no cycles, it doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,4 @@
-"""Latency: where requests spend their time, and what they wait for.
-
-Knows the spans of a request's life. Does not define them: `nvtrace.metrics` does.
-"""
+"""Latency: where requests spend their time, and why they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _SPANS = ["queue", "prefill", "decode", "preempted"]
 
 
 def latency_breakdown(requests: pd.DataFrame) -> pd.DataFrame:
-    """Split each request's latency into what it consists of.
+    """Split each request's latency into queue, prefill, decode and preempted time.
 
     Args:
         requests: `Trace.requests`.
@@ -39,7 +36,7 @@ def latency_breakdown(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def request_spans(requests: pd.DataFrame, transitions: pd.DataFrame) -> pd.DataFrame:
-    """Cut each request's life into its spans: the bars of a Gantt chart.
+    """Split each request into its spans: the bars of a Gantt chart.
 
     Args:
         requests: `Trace.requests`.
@@ -59,7 +56,7 @@ def request_spans(requests: pd.DataFrame, transitions: pd.DataFrame) -> pd.DataF
 
 
 def _pauses(transitions: pd.DataFrame) -> dict[int, list[int]]:
-    """For each request that was preempted: when it was, when it was resumed, and so on."""
+    """For each preempted request: the times of its preemption, its resumption, and so on."""
     pauses: dict[int, list[int]] = {}
     moves = transitions[transitions["status"].isin(["WAITING", "RUNNING"])]
     for seq_id, status, ts_ns in moves[["seq_id", "status", "ts_ns"]].itertuples(index=False):
@@ -71,11 +68,11 @@ def _pauses(transitions: pd.DataFrame) -> dict[int, list[int]]:
 
 
 def _spans_of(request: Any, moments: list[int]) -> Iterator[tuple[str, int, int]]:  # noqa: ANN401 - a row
-    """The spans of one request, in their order. An end that never came is that of the request.
+    """The spans of one request, in order. A missing time is taken to be the request's end.
 
     Args:
         request: its row.
-        moments: of its preemption, its resumption, its next preemption ...
+        moments: the times of its preemption, its resumption, its next preemption ...
     """
     end = request.finished_ns
     scheduled = end if pd.isna(request.scheduled_ns) else request.scheduled_ns
@@ -89,9 +86,9 @@ def _spans_of(request: Any, moments: list[int]) -> Iterator[tuple[str, int, int]
 
 
 def waiting_by_reason(stops: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Ask what kept requests in the waiting queue, and how long.
+    """Measure why requests were in the waiting queue, and how long.
 
-    A step that admits nobody more costs each request in the queue that step's time.
+    In a step with an ADMISSION_STOP, each waiting request waits for the step's time.
 
     Args:
         stops: `Trace.table("ADMISSION_STOP")`.
@@ -110,7 +107,7 @@ def waiting_by_reason(stops: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def preemption_cost(requests: pd.DataFrame, preemptions: pd.DataFrame) -> pd.DataFrame:
-    """Ask what preemptions cost those that were preempted, and what they gave others.
+    """Measure what preemptions cost the preempted requests, and the blocks that they freed.
 
     Args:
         requests: `Trace.requests`.

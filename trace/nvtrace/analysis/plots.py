@@ -1,11 +1,10 @@
-"""Plots: pictures of frames. Each function takes a DataFrame and a matplotlib Axes to draw into.
+"""Plots of frames. Each function takes a DataFrame and a matplotlib Axes to draw into.
 
     figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
     plots.request_gantt(request_spans(trace.requests, trace.table("STATE_TRANSITION")), ax)
 
-Knows colours, scales and labels. Does not compute what it shows, nor changes any setting of
-matplotlib, which is imported here and nowhere else. Colour-blind readers can tell the colours apart
-(they are from Paul Tol's schemes), and a phase has the same one in each picture.
+No setting of matplotlib is changed. The colours are from Paul Tol's schemes, which colour-blind
+readers can distinguish; a phase has the same colour in each plot.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MANY_TICKS = 1000  # high / low, from which on 1, 10, 100 are enough
 
 
 def request_gantt(spans: pd.DataFrame, ax: Axes) -> Axes:
-    """Draw each request's life as a bar: where it waited, and when it computed.
+    """Draw each request as a bar: where it waited, and when it computed.
 
     Args:
         spans: what `request_spans` returns.
@@ -75,13 +74,13 @@ def request_gantt(spans: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def kv_block_map(blocks: pd.DataFrame, ax: Axes) -> Axes:
-    """Draw what each KV page is, at the end of each step.
+    """Draw the state of each KV block at the end of each step.
 
     Args:
         blocks: `Trace.blocks`.
         ax: drawn into, and returned.
     """
-    states = page_states(blocks)
+    states = block_states(blocks)
     first, last = _extent(blocks)
     ax.imshow(
         states,
@@ -104,10 +103,10 @@ def kv_block_map(blocks: pd.DataFrame, ax: Axes) -> Axes:
     return ax
 
 
-def page_states(blocks: pd.DataFrame) -> npt.NDArray[np.int64]:
-    """(num_pages, num_steps) what each page is at each step's end: 0 free ... 3 shared.
+def block_states(blocks: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """(num_blocks, num_steps) the state of each block at each step's end: 0 free ... 3 shared.
 
-    There are fewer columns than steps if these are very many. Pages that no operation is about are
+    There are fewer columns than steps if these are very many. Blocks that no operation is about are
     left out at the end.
 
     Args:
@@ -201,7 +200,7 @@ def step_time_scatter(
 
 
 def memory_waterfall(budget: pd.DataFrame, ax: Axes) -> Axes:
-    """Draw the sum that ends in the number of KV pages, each term where the one before ended.
+    """Draw the sum that gives the number of KV blocks, each term where the one before ended.
 
     Args:
         budget: what `memory_budget` returns.
@@ -232,18 +231,18 @@ def memory_waterfall(budget: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def _unit(ns: float) -> tuple[float, str]:
-    """The unit in which such a time is a number one reads."""
+    """The unit in which such a time is easy to read."""
     return next((scale, unit) for scale, unit in _UNITS if ns >= scale or scale == 1)
 
 
 def _whole_numbers(*axes: Axis) -> None:
-    """A few round ticks, none between two whole numbers."""
+    """A few round ticks, all of them whole numbers."""
     for axis in axes:
         axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
 
 
 def _round_numbers(*axes: Axis) -> None:
-    """Ticks of a logarithmic axis as one reads numbers: 200, not 2 x 10^2."""
+    """Ticks of a logarithmic axis as plain numbers: 200, not 2 x 10^2."""
     for axis in axes:
         low, high = axis.get_view_interval()
         subs = (1, 2, 5) if high < low * _MANY_TICKS else (1,)
@@ -253,7 +252,7 @@ def _round_numbers(*axes: Axis) -> None:
 
 
 def _calm(ax: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
-    """No box, faint lines, and ink that is not quite black."""
+    """No box, faint lines, dark grey text."""
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -267,7 +266,7 @@ def _calm(ax: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
 
 
 def _legend(ax: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """One row above the picture, so that it covers nothing."""
+    """A legend in one row above the plot."""
     if handles is None:
         handles, _ = ax.get_legend_handles_labels()
     if not handles:

@@ -1,15 +1,13 @@
-"""Reading: how fast a trace becomes records and DataFrames here, beside pandas' own reader.
+"""Reading: measure how fast a trace becomes records and DataFrames, beside pandas' own reader.
 
     python -m nvtrace.analysis.reading trace.jsonl
 
-In each round each of them has its turn, so that a busy machine slows all of them. What is compared:
+Each round times each of them, so that other load slows all of them. Compared are:
 
-    read_blocks         typed records, each forgotten at once
+    read_blocks         typed records, none kept
     load, .events       all fields of all events in memory, by column, and a frame of all events
     and every table     the same, and a frame of each kind of event with all its fields
     pandas.read_json    one wide frame with all fields, most of them empty in most rows
-
-Knows clocks. Does not judge: a test is no place for times.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.file.is_file():
         parser.error(f"{options.file}: no such file")
-    num_events = len(load(options.file, rank=0).events)  # and everything is loaded and warm
+    num_events = len(load(options.file, rank=0).events)  # and all modules are loaded
     seconds = _times(options.file, options.rounds)
     size = options.file.stat().st_size / 1e6
     sys.stdout.write(f"{options.file}: {num_events:,} events, {size:,.1f} MB; ")
@@ -83,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _times(path: Path, num_rounds: int) -> dict[str, list[float]]:
-    """What each contender took in each round, in seconds."""
+    """The seconds that each contender took in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(num_rounds):
         for name, contender in CONTENDERS.items():

@@ -1,9 +1,7 @@
 """Records: a trace in memory, column by column: one table for each kind of event.
 
-    STEP_END       event_id  ts_ns  step  phase  batch_phase  num_seqs ...    a row an event
-    SAMPLE_TOKENS  event_id  ts_ns  step  phase  seq_ids  token_ids ...
-
-Knows kinds and ranks. Does not know what events mean, or how a column is held (`cells.py`).
+STEP_END       event_id  ts_ns  step  phase  batch_phase  num_seqs ...    a row an event
+SAMPLE_TOKENS  event_id  ts_ns  step  phase  seq_ids  token_ids ...
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _NO_EVENTS = bytes(range(len(_NAMES), len(_CODES)))
 
 
 class Records:
-    """All that some ranks of one run wrote.
+    """The records of some ranks of one run.
 
     Attributes:
         headers: by rank, in the order in which they were added.
@@ -93,12 +91,12 @@ class Records:
 
     @property
     def header(self) -> Header:
-        """Of the first rank: it says what was requested, scheduled and sampled."""
+        """The header of the first rank, which schedules."""
         return next(iter(self.headers.values()))
 
     @cached_property
     def _ranks(self) -> npt.NDArray[np.int64]:
-        """(num_events,) who said each."""
+        """(num_events,) the rank of each event."""
         ranks = np.fromiter(self.num_events, np.int64)
         return np.repeat(ranks, [*self.num_events.values()])
 

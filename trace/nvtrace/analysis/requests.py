@@ -1,7 +1,6 @@
 """Requests and tokens: the frames `requests` and `tokens`.
 
-Knows when a token is there. Does not know a single definition of a metric: these are
-`nvtrace.metrics`'.
+`nvtrace.metrics` defines the metrics. A token counts when its step ends.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def tokens_frame(records: Records) -> pd.DataFrame:
     samples = samples[samples["rank"] == records.header.rank].join(
         ends.rename("end_ns"), on=["rank", "step"]
     )
-    samples = samples[samples["end_ns"].notna()]  # what a broken step drew was never seen
+    samples = samples[samples["end_ns"].notna()]  # tokens of a failed step do not count
     counts = [len(seq_ids) for seq_ids in samples["seq_ids"]]
     seq_ids = np.fromiter(chain.from_iterable(samples["seq_ids"]), np.int64)
     ts_ns = np.repeat(samples["end_ns"].to_numpy(np.int64), counts)

@@ -1,11 +1,9 @@
-"""Steps: the frame `steps`, joined from what the events of a step say.
+"""Steps: the frame `steps`, joined from the events of each step.
 
-    SCHEDULE_*   what was decided                 rank 0 only
-    PREPARE_*    what was read and written        every rank
-    RUN_EAGER, CUDAGRAPH_REPLAY   how it ran      every rank
-    STEP_END     how long it took                 rank 0 only
-
-Knows which event says what of a step. Does not know how a table is filled (`records.py`).
+SCHEDULE_*   what was decided                 rank 0 only
+PREPARE_*    what was read and written        every rank
+RUN_EAGER, CUDAGRAPH_REPLAY   how it ran      every rank
+STEP_END     how long it took                 rank 0 only
 """
 
 from __future__ import annotations
@@ -108,9 +106,9 @@ def _ends(records: Records) -> pd.DataFrame:
 
 
 def _by_step(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by rank and step; of a step that is said twice (no sound trace does), the last.
+    """Rows by rank and step; the last one if a (broken) trace has several.
 
-    Numbers become Int64: a join would turn int64 into float64 to make room for what is missing.
+    Numbers become Int64: a join would turn int64 into float64 where a row is missing.
     """
     rows = rows[rows["step"].notna()].astype({"step": "int64"})
     rows = rows.drop_duplicates(_KEY, keep="last").set_index(_KEY)

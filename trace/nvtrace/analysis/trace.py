@@ -6,8 +6,7 @@
     trace.table("KV_BUDGET_ESTIMATE")
     trace.at(149).waiting
 
-Knows which frames there are. What is in them is in `columns.py`, how they are made in `records.py`,
-`steps.py`, `requests.py` and `blocks.py`. Each is made at its first use, and kept.
+`columns.py` describes the frames. Each is made at its first use, and kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nvtrace.analysis.requests import requests_frame, tokens_frame
 from nvtrace.analysis.steps import steps_frame
 from nvtrace.caveats import about_rank
 from nvtrace.reader import blocks_of_rank, rank_path, read_blocks, read_trace
-from nvtrace.snapshots import Film
+from nvtrace.snapshots import SeekableTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from nvtrace.envelope import Footer, Header, Record
     from nvtrace.replay import State
 
-_BLOCK_LEN = 1024  # records whose columns are gathered in one go
+_BLOCK_LEN = 1024  # records whose columns are collected at once
 
 
 class Trace:
@@ -44,7 +43,7 @@ class Trace:
     Args:
         path: the file of the first rank that was read.
         records: what was read.
-        warnings: what is wrong with it but survivable, in sentences.
+        warnings: the warnings that reading it gave.
     """
 
     def __init__(self, path: Path, records: Records, warnings: tuple[str, ...] = ()) -> None:
@@ -54,8 +53,8 @@ class Trace:
 
     def __repr__(self) -> str:
         counts = self._records.num_events.items()
-        told = ", ".join(f"{count:,} events of rank {rank}" for rank, count in counts)
-        return f"<Trace {self.path}: {told}>"
+        events = ", ".join(f"{count:,} events of rank {rank}" for rank, count in counts)
+        return f"<Trace {self.path}: {events}>"
 
     @property
     def header(self) -> Header:
@@ -98,7 +97,7 @@ class Trace:
 
     @cached_property
     def blocks(self) -> pd.DataFrame:
-        """One row an operation on a KV page."""
+        """One row an operation on a KV block."""
         return blocks_frame(self._records)
 
     def table(self, kind: str) -> pd.DataFrame:
@@ -115,7 +114,7 @@ class Trace:
         return self._tables[kind]
 
     def _events(self) -> Iterator[Record]:
-        """What the first rank said, read again: only columns are kept."""
+        """The first rank's records, read again, since only columns are kept."""
         num_records = 1 + self._records.num_events[self.header.rank]
         return islice(read_trace(self.path), num_records + len(self._records.unknown))
 
@@ -131,10 +130,10 @@ class Trace:
             point: "schedule", when it was decided what to compute; or "end".
 
         Raises:
-            NoSuchStepError: saying which steps there are.
+            NoSuchStepError: no such step; the message gives those that there are.
             InconsistentTraceError: an event cannot follow from those before it.
         """
-        return Film(self.path).at(step, point).state
+        return SeekableTrace(self.path).at(step, point).state
 
 
 def load(path: str | Path, *, rank: int | None = None) -> Trace:
@@ -166,7 +165,7 @@ def load(path: str | Path, *, rank: int | None = None) -> Trace:
 
 
 def gathered(blocks: Iterable[list[Record]]) -> Iterator[list[Record]]:
-    """The same records in larger blocks: small enough to be at hand, large enough for numpy."""
+    """The same records in larger lists: small enough for the cache, large enough for numpy."""
     block: list[Record] = []
     for part in blocks:
         block += part

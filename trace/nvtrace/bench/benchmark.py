@@ -33,7 +33,7 @@ from nvtrace.bench.contenders import (
 )
 from nvtrace.bench.machine import computing_with, describe_machine, measure_bandwidth
 from nvtrace.bench.models import model_config, model_facts, model_folder
-from nvtrace.bench.report import ContenderFacts, ModelFacts, Report, Result, WorkloadFacts
+from nvtrace.bench.report import ContenderFacts, ModelSize, Report, Result, WorkloadFacts
 from nvtrace.bench.rounds import Contender, Round, first_difference, ratios, run_rounds, spread
 from nvtrace.bench.steps import Floor, StepFacts, read_steps, step_classes
 from nvtrace.bench.workloads import (
@@ -193,7 +193,7 @@ class _Benchmark:
     def _open(
         self,
         config: Config,
-        model: ModelFacts,
+        model: ModelSize,
         workloads: Sequence[Workload],
         trace: Path,
         stack: ExitStack,
@@ -237,7 +237,7 @@ class _Benchmark:
 
     def _result(
         self,
-        model: ModelFacts,
+        model: ModelSize,
         workload: Workload,
         contenders: Sequence[Contender],
         rounds: Sequence[Round],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.utils.devices import device_memory
-from nvtrace.bench.report import Machine
+from nvtrace.bench.report import MachineFacts
 from nvtrace.environment import version_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _NUM_TRIES = 8
 _PACKAGES = ("torch", "transformers", "nanovllm")
 
 
-def describe_machine(device: torch.device, bytes_per_second: float | None = None) -> Machine:
+def describe_machine(device: torch.device, bytes_per_second: float | None = None) -> MachineFacts:
     """Describe the machine.
 
     Args:
@@ -33,7 +33,7 @@ def describe_machine(device: torch.device, bytes_per_second: float | None = None
         bytes_per_second: its measured bandwidth.
     """
     is_gpu = device.type == "cuda"
-    return Machine(
+    return MachineFacts(
         processor=_processor(),
         platform=f"{platform.system()} {platform.machine()}",
         num_cpus=os.cpu_count() or 1,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from nanovllm.assets import TINY_QWEN3
 from nanovllm.utils.model_config import ModelConfig
 from nvtrace.bench import BenchmarkError
-from nvtrace.bench.report import ModelFacts
+from nvtrace.bench.report import ModelSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,7 +148,7 @@ def _tensor_shapes(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]
     yield "model.norm.weight", (hidden,)
 
 
-def model_facts(name: str, config: ModelConfig, dtype: str) -> ModelFacts:
+def model_facts(name: str, config: ModelConfig, dtype: str) -> ModelSize:
     """The number of parameters, and of bytes that a decode step reads.
 
     Args:
@@ -160,7 +160,7 @@ def model_facts(name: str, config: ModelConfig, dtype: str) -> ModelFacts:
     num_unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     num_bytes = getattr(torch, dtype).itemsize
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return ModelFacts(
+    return ModelSize(
         name=name,
         num_parameters=config.num_parameters,
         dtype=dtype,

@@ -19,7 +19,7 @@ class Spread(msgspec.Struct, frozen=True):
     high: float
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The machine that it ran on.
 
     Attributes:
@@ -47,7 +47,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     commit: str | None
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The model.
 
     Attributes:
@@ -160,7 +160,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             not compared; `not_compared` says why.
     """
 
-    model: ModelFacts
+    model: ModelSize
     workload: WorkloadFacts
     contenders: list[ContenderFacts]
     ratios: list[Ratio]
@@ -186,7 +186,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     seed: int
     num_rounds: int
-    machine: Machine
+    machine: MachineFacts
     results: list[Result]
 
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.bench.report import ModelFacts, Shares, StepClass
+from nvtrace.bench.report import ModelSize, Shares, StepClass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class Floor:
     bytes_per_second: float
 
     @classmethod
-    def of(cls, model: ModelFacts, bytes_per_second: float) -> Floor:
+    def of(cls, model: ModelSize, bytes_per_second: float) -> Floor:
         """The floor of a model on a device."""
         return cls(model.weight_bytes, model.kv_bytes_per_token, bytes_per_second)
 

@@ -1,21 +1,20 @@
-"""Check: the invariants of an engine, held against its trace.
+"""Check: test an engine's trace against the invariants of the engine.
 
     for finding in check(read_trace("trace.jsonl")):
-        ...  # two facts that disagree, the step, the event
+        ...  # two facts that conflict, the step, the event
 
     finding    what a finding and a rule are
-    ledger     what is known when an event comes, and what must follow from it
-    fields     what each field can hold                   } the rules; each yields
-    stream     numbers, times, order of the events        } facts that disagree
+    ledger     the state before an event, and what must follow from it
+    fields     the values that each field can have        } the rules; each yields
+    stream     numbers, times, order of the events        } facts that conflict
     startup    settings, size of the pool                 }
-    queues     who comes, waits, runs and ends            }
-    pages      free list, tables, hashes                  }
+    queues     arrivals, waiting, running, ends           }
+    blocks      free list, tables, hashes                  }
     steps      batch, layout, sums                        }
-    ranks      the same of a rank that an engine started  }
-    checker    asks every rule about every event
+    ranks      the trace of a rank that does not schedule }
+    checker    applies every rule to every event
 
-Knows an engine by its trace alone: no engine, no torch. Does not know files (`nvtrace.reader`) or
-words (`nvtrace.catalog`).
+Only the trace is needed: no engine, no torch. The words are in `nvtrace.catalog`.
 """
 
 from nvtrace.check.checker import INVARIANTS, Checker, check

@@ -1,10 +1,8 @@
-"""Checker: asks every rule about every event, once, in order.
+"""Checker: applies every rule to every event, once, in order.
 
-Knows how a rule is asked, and what to do with an event that cannot be understood, or that holds a
-code which is not known here (a policy has reasons of its own): such a code is no fault, and what it
-decides is not judged. Does not know any
-rule. An engine under way is checked as well as a finished trace: `Checker` is given events as they
-come, and its memory does not grow with them.
+An unknown code is no fault (a policy may have its own reasons), and what it decides is not checked.
+A running engine can be checked as well as a finished trace: `Checker` takes events as they come, in
+bounded memory.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from nvtrace import events as ev
-from nvtrace.check import fields, pages, queues, ranks, startup, steps, stream
-from nvtrace.check.finding import Clash, Fact, Finding, Rule
+from nvtrace.check import blocks, fields, queues, ranks, startup, steps, stream
+from nvtrace.check.finding import Conflict, Fact, Finding, Rule
 from nvtrace.check.ledger import Ledger
 from nvtrace.envelope import Footer, Header, Record, Unknown
 from nvtrace.replay import InconsistentTraceError
@@ -21,13 +19,13 @@ from nvtrace.replay import InconsistentTraceError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-_OF_VALUES = (*fields.RULES, *stream.RULES)  # can be asked even where nobody knows who is meant
-_OF_STATE = (*startup.RULES, *queues.RULES, *pages.RULES, *steps.RULES, *ranks.RULES)
+_OF_VALUES = (*fields.RULES, *stream.RULES)  # these need no request or block to exist
+_OF_STATE = (*startup.RULES, *queues.RULES, *blocks.RULES, *steps.RULES, *ranks.RULES)
 _RULES = (*_OF_VALUES, *_OF_STATE)
 INVARIANTS = ("names", "follows", "exit", *dict.fromkeys(rule.invariant for rule in _RULES))
-"""The names of all invariants. What each means and teaches is in the word catalogs."""
+"""The names of all invariants; the catalogs explain each."""
 
-_ALWAYS = {"event_ids", "times"}  # asked of every event, whatever it says
+_ALWAYS = {"event_ids", "times"}  # these apply to every event
 _DECIDED_BY_CODES = (ev.KvBudgetEstimate, ev.RequestRefused, ev.BlocksEvict, ev.StateTransition)
 _NOT_UNDERSTOOD = (LookupError, ValueError, ArithmeticError)
 
@@ -36,7 +34,7 @@ class Checker:
     """Checks the events of one engine as they come.
 
     Attributes:
-        num_events: events taken in so far.
+        num_events: events so far.
         num_findings: findings so far.
     """
 
@@ -46,32 +44,32 @@ class Checker:
         self._ledger = Ledger()
         self._rules: dict[tuple[type, str], tuple[Rule, ...]] = {}
         self._unknown: set[str] = set()  # codes
-        self._is_lost = False  # has somebody come to a status that is not known?
+        self._is_lost = False  # does a request have an unknown status?
 
     def take(self, record: Record) -> list[Finding]:
-        """Take in the next record of a trace; returns what does not hold at it.
+        """Take in the next record of a trace; returns its findings.
 
-        Of one event at most one finding for each invariant is told. A later one may be no more than
-        a consequence of an earlier one.
+        An event has at most one finding for each invariant. A later finding may be only a
+        consequence of an earlier one.
 
         Raises:
-            InconsistentTraceError: events were dropped on purpose.
+            InconsistentTraceError: a processor dropped events on purpose.
         """
         self._refuse_gap(record)
         found: list[Finding] = []
         match record:
             case Header():
-                self._ledger.header, clashes = fields.sound(record)
-                clashes += fields.in_range(self._ledger, record)
-                found += (_finding("ranges", record, clash) for clash in clashes)
-                clashes = [*startup.header(self._ledger.header)]
-                found += (_finding("settings", record, clash) for clash in clashes)
-            case Unknown(fields={"event_id": int(event_id)}):  # of a newer version: it has a number
+                self._ledger.header, conflicts = fields.sound(record)
+                conflicts += fields.in_range(self._ledger, record)
+                found += (_finding("ranges", record, conflict) for conflict in conflicts)
+                conflicts = [*startup.header(self._ledger.header)]
+                found += (_finding("settings", record, conflict) for conflict in conflicts)
+            case Unknown(fields={"event_id": int(event_id)}):  # an event of a newer version
                 self._ledger.last_id = event_id
             case Footer():
                 for invariant, judge in stream.OF_FOOTER:
-                    clashes = [*judge(self._ledger, record)]
-                    found += (_finding(invariant, record, clash) for clash in clashes)
+                    conflicts = [*judge(self._ledger, record)]
+                    found += (_finding(invariant, record, conflict) for conflict in conflicts)
             case Unknown():
                 pass
             case _:
@@ -98,14 +96,14 @@ class Checker:
         asked = None
         if self._is_lost or (unknown and isinstance(event, _DECIDED_BY_CODES)):
             asked = _ALWAYS
-        strange = list(stream.names(ledger, event)) if ledger.is_whole else []
-        yield from (_finding("names", event, clash) for clash in strange)
-        yield from self._ask("before", event, unknown, is_strange=bool(strange), only=asked)
+        unnamed = list(stream.names(ledger, event)) if ledger.is_whole else []
+        yield from (_finding("names", event, conflict) for conflict in unnamed)
+        yield from self._ask("before", event, unknown, is_strange=bool(unnamed), only=asked)
         try:
             ledger.take(event)
         except InconsistentTraceError as error:
             yield _finding("follows", event, _not_following(event, error.__cause__ or error))
-        yield from self._ask("after", event, unknown, is_strange=bool(strange), only=asked)
+        yield from self._ask("after", event, unknown, is_strange=bool(unnamed), only=asked)
         ledger.settle(event)
 
     def _ask(
@@ -117,14 +115,14 @@ class Checker:
         is_strange: bool,
         only: Container[str] | None,
     ) -> Iterator[Finding]:
-        """Ask the rules of a moment.
+        """Apply the rules to an event.
 
         Args:
-            moment: before or after the event is taken in.
+            moment: those before the event is applied to the state, or those after.
             event: the event.
-            unknown: its fields whose codes are not known.
-            is_strange: does it name what is not there? Then few rules can be asked.
-            only: ask these invariants alone; all if None.
+            unknown: its fields with unknown codes.
+            is_strange: does it name a request or block that does not exist? Then few rules apply.
+            only: apply only these invariants; all if None.
         """
         for rule in self._rules_for(type(event), moment):
             if is_strange and rule not in _OF_VALUES:
@@ -132,17 +130,19 @@ class Checker:
             if only is not None and rule.invariant not in only:
                 continue
             try:
-                for clash in rule.judge(self._ledger, event):
-                    if clash.told.name not in unknown and not self._has_unknown_code(clash):
-                        yield _finding(rule.invariant, event, clash)
+                for conflict in rule.judge(self._ledger, event):
+                    if conflict.recorded.name not in unknown and not self._has_unknown_code(
+                        conflict
+                    ):
+                        yield _finding(rule.invariant, event, conflict)
             except _NOT_UNDERSTOOD as error:
                 yield _finding("follows", event, _not_following(event, error))
 
-    def _has_unknown_code(self, clash: Clash) -> bool:
-        """Does one of the two facts hold a code that nobody knows here?"""
+    def _has_unknown_code(self, conflict: Conflict) -> bool:
+        """Does one of the two facts hold an unknown code?"""
         return bool(self._unknown) and any(
             isinstance(value, str) and value in self._unknown
-            for fact in clash
+            for fact in conflict
             for value in (fact.value if isinstance(fact.value, list | tuple) else [fact.value])
         )
 
@@ -164,20 +164,22 @@ def check(records: Iterable[Record]) -> Iterator[Finding]:
         records: what `nvtrace.reader.read_trace` yields.
 
     Yields:
-        What does not hold, in the order in which it shows.
+        The findings, in the order of their events.
     """
     checker = Checker()
     for record in records:
         yield from checker.take(record)
 
 
-def _finding(invariant: str, event: ev.Event | Header | Footer, clash: Clash) -> Finding:
+def _finding(invariant: str, event: ev.Event | Header | Footer, conflict: Conflict) -> Finding:
     if isinstance(event, Header):
-        return Finding(invariant, None, 0, "TRACE_HEADER", *clash)
+        return Finding(invariant, None, 0, "TRACE_HEADER", *conflict)
     if isinstance(event, Footer):
-        return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *clash)
-    return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *clash)
+        return Finding(invariant, None, event.event_id, "TRACE_FOOTER", *conflict)
+    return Finding(invariant, event.step, event.event_id, ev.tag_of(event), *conflict)
 
 
-def _not_following(event: ev.Event, error: BaseException) -> Clash:
-    return Clash(Fact("event", ev.tag_of(event)), Fact("fold", f"{type(error).__name__}: {error}"))
+def _not_following(event: ev.Event, error: BaseException) -> Conflict:
+    return Conflict(
+        Fact("event", ev.tag_of(event)), Fact("fold", f"{type(error).__name__}: {error}")
+    )

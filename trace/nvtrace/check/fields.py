@@ -1,8 +1,8 @@
-"""What each field can hold, as one table.
+"""The values that each field can have, as one table.
 
-Knows values one by one: a number's range, the codes that there are. Does not know what follows from
-other events: of a field that is judged by those, the table says which invariant does it. A test
-demands that every field of every event is in the table: a new one cannot be forgotten.
+A value is checked by itself: a number's range, the known codes. For a field whose value follows
+from other events, the table names the invariant that checks it. A test requires that every field of
+every event is in the table.
 
 The ranges of what a user may ask for are the engine's (`nanovllm.sampling_params`,
 `nanovllm.config`), stated again since a trace is read without an engine. A test compares them.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule
+from nvtrace.check.finding import Conflict, Fact, Rule
 from nvtrace.envelope import Footer, Header
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from nvtrace.check.ledger import Ledger
 
-    Values = Callable[[object], Fact | None]  # None: it can be that; else what it breaks
+    Values = Callable[
+        [object], Fact | None
+    ]  # None if the value is allowed; else the limit that it breaks
 
-WORDS = "words"  # a name or a text that anybody may write
+WORDS = "words"  # any name or text
 TP_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SECTIONS = ("clock", "engine", "environment", "model", "config")  # of the header
 
@@ -109,7 +111,7 @@ def flag(value: object) -> Fact | None:
 
 # -- the table -------------------------------------------------------------------------------------
 
-# What it can hold, or which invariant judges it: the names of fields. "EVENT.field" and
+# The allowed values, or the invariant that checks them, and the names of fields. "EVENT.field" and
 # "section.field" are for a name that means something else there.
 _TABLE: tuple[tuple[Values | str, str], ...] = (
     # of every event, the header, the footer
@@ -177,7 +179,7 @@ _TABLE: tuple[tuple[Values | str, str], ...] = (
     ("admission_stop", "ADMISSION_STOP.reason"),
     (whole(), "total_steps prefill_steps decode_steps mixed_steps decode_step_index"),
     ("sums", "GENERATE_START.reason GENERATE_FINISH.reason batch_phase num_tokens_stat"),
-    # pages
+    # blocks
     ("names", "seq_ids block_ids"),
     ("ref_counts", "freed"),
     ("hash_chain", "hashes"),
@@ -202,7 +204,7 @@ FIELDS = {name: values for values, names in _TABLE for name in names.split()}
 
 
 def values_of(name: str, place: str) -> Values | str | None:
-    """What a field can hold, or which invariant judges it; None if the table does not know it.
+    """The values of a field, or the invariant that checks them; None if it is not in the table.
 
     Args:
         name: of the field.
@@ -221,29 +223,29 @@ _KINDS: tuple[type[msgspec.Struct], ...] = (*ev.EVENT_TYPES.values(), Header, Fo
 _JUDGES = {kind: _judges(kind) for kind in _KINDS}
 
 
-def in_range(_ledger: Ledger, record: ev.Event | Header | Footer) -> Iterator[Clash]:
-    """Each value of a record can be one."""
+def in_range(_ledger: Ledger, record: ev.Event | Header | Footer) -> Iterator[Conflict]:
+    """Each value of a record is allowed."""
     for name, judge in _JUDGES[type(record)]:
-        known = judge(getattr(record, name))
-        if known is not None:
-            yield Clash(Fact(name, getattr(record, name)), known)
+        expected = judge(getattr(record, name))
+        if expected is not None:
+            yield Conflict(Fact(name, getattr(record, name)), expected)
 
 
-def sound(header: Header) -> tuple[Header, list[Clash]]:
-    """The header without the values that cannot be one, so that rules can count; and what they are.
+def sound(header: Header) -> tuple[Header, list[Conflict]]:
+    """The header without the values that are not allowed, and the conflicts of these values.
 
-    A name that is not known there is a newer version's.
+    A name that is not in the table is a newer version's.
     """
-    clashes: list[Clash] = []
+    conflicts: list[Conflict] = []
     kept: dict[str, Any] = {}
     for section in _SECTIONS:
         kept[section] = fields = dict(getattr(header, section))
         for name in [*fields]:
             judge = values_of(name, section)
-            known = judge(fields[name]) if callable(judge) else None
-            if known is not None:
-                clashes.append(Clash(Fact(name, fields.pop(name)), known))
-    return msgspec.structs.replace(header, **kept), clashes
+            expected = judge(fields[name]) if callable(judge) else None
+            if expected is not None:
+                conflicts.append(Conflict(Fact(name, fields.pop(name)), expected))
+    return msgspec.structs.replace(header, **kept), conflicts
 
 
 RULES = (Rule("ranges", "before", (), in_range),)

@@ -1,7 +1,6 @@
-"""Findings: two facts that disagree, and where.
+"""Findings: two facts that conflict, and the event where they do. Rules find them.
 
-Knows the form of a finding and of a rule that makes findings. Does not know any rule, or words: the
-catalog says what an invariant teaches and what a fact is called.
+The catalog explains each invariant and names each fact.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class Fact(NamedTuple):
-    """Something that the trace says, or that follows from what it said before.
+    """A value that the trace records, or that follows from earlier events.
 
     Attributes:
         name: a field of the event, or a code of the catalog's [check.facts].
-        value: what is said of it.
+        value: its value.
     """
 
     name: str
     value: object
 
 
-class Clash(NamedTuple):
-    """Two facts that cannot both be true: what the event says, and what is known otherwise."""
+class Conflict(NamedTuple):
+    """Two facts that cannot both be true: the recorded one, and the expected one."""
 
-    told: Fact
-    known: Fact
+    recorded: Fact
+    expected: Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +37,33 @@ class Finding:
     """One invariant that does not hold, at one event.
 
     Attributes:
-        invariant: its name; the catalog has its title and what it teaches.
+        invariant: its name; the catalog has its title and explains it.
         step: the engine_step; None outside a step.
         event_id: of the event that shows it.
         event: that event's name.
-        told: what the event says.
-        known: what follows from the events before it.
+        recorded: what the event records.
+        expected: what follows from the events before it.
     """
 
     invariant: str
     step: int | None
     event_id: int
     event: str
-    told: Fact
-    known: Fact
+    recorded: Fact
+    expected: Fact
 
 
-Judge = Callable[["Ledger", Any], Iterator[Clash]]
+Judge = Callable[["Ledger", Any], Iterator[Conflict]]
 
 
 class Rule(NamedTuple):
-    """Looks at events of some types, in the light of all that came before.
+    """Checks events of some types against the events before them.
 
     Attributes:
-        invariant: what it is a part of; an invariant may need several rules.
-        moment: does it see the engine's state as it was before the event, or after it?
-        types: of the events that it looks at; empty for all.
-        judge: yields what disagrees.
+        invariant: its invariant; an invariant may have several rules.
+        moment: does it see the engine's state before the event, or after it?
+        types: the types of events that it checks; empty for all.
+        judge: yields the conflicts.
     """
 
     invariant: str
@@ -73,7 +72,7 @@ class Rule(NamedTuple):
     judge: Judge
 
 
-def differ(field: str, told: object, source: str, known: object) -> Iterator[Clash]:
-    """Yield a clash unless both are equal."""
-    if told != known:
-        yield Clash(Fact(field, told), Fact(source, known))
+def differ(field: str, recorded: object, source: str, expected: object) -> Iterator[Conflict]:
+    """Yield a conflict unless both values are equal."""
+    if recorded != expected:
+        yield Conflict(Fact(field, recorded), Fact(source, expected))

@@ -1,11 +1,10 @@
-"""Ledger: an engine's state from its trace, and what else must be kept in mind to judge an event.
+"""Ledger: an engine's state from its trace, and all else that the rules need to check an event.
 
-The state is the fold's (`nvtrace.replay`); beside it lie the settings, what each living request
-asked for, and notes on the step under way. From these follows what the scheduler must do next: the
-same rules as the engine's, written a second time on purpose, so that each checks the other.
+The state is the fold's (`nvtrace.replay`); with it are kept the settings, the parameters of each
+unfinished request, and the events of the current step. From these follows what the scheduler must
+do next. These rules are the engine's own, written a second time so that each checks the other.
 
-Knows what follows. Does not judge (`stream`, `startup`, `queues`, `pages` and `steps` do). What is
-kept is bounded by the engine, not by the length of the trace: an ended request is forgotten.
+Ended requests are forgotten, so memory does not grow with the trace.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ if TYPE_CHECKING:
     from nvtrace.envelope import Header
 
 PHASES: tuple[ev.Phase, ...] = ("prefill", "decode", "mixed")
-POLICIES = ("prefill_first", "mixed", "static")  # whose decisions are known here
+POLICIES = ("prefill_first", "mixed", "static")  # whose decisions can be checked
 _TAKES = (ev.BlocksAllocate, ev.BlocksAppend)
-_PAGES = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
+_BLOCK_EVENTS = (*_TAKES, ev.BlocksShare, ev.BlocksRevive, ev.BlocksRelease)
 
 
 @dataclass(slots=True)
 class StepNotes:
-    """What was said of one step so far.
+    """The events of one step so far.
 
     Attributes:
         index: the engine_step.
         first: its first event.
-        before_ns: when the event before that was said.
+        before_ns: the time of the event before that.
         early: its events before the schedule.
         admitted, preempted: requests, in order.
         stop: its ADMISSION_STOP.
         schedule, prepare, run, sample, end: its main events.
-        num_computed: seq_id -> tokens that were in the pages before this step, of the batch.
-        num_scheduled: seq_id -> tokens of this step, of the batch.
-        sampled: those of the batch whose next token is due.
-        finished: those that ended, in order.
-        has_page_changes: did any table change?
+        num_computed: seq_id -> tokens computed before this step, for the batch.
+        num_scheduled: seq_id -> tokens of this step, for the batch.
+        sampled: requests of the batch for which a token must be sampled.
+        finished: requests that ended, in order.
+        has_block_changes: did any block table change?
     """
 
     index: int
@@ -64,19 +63,19 @@ class StepNotes:
     num_scheduled: dict[int, int] = field(default_factory=dict)
     sampled: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    has_page_changes: bool = False
+    has_block_changes: bool = False
 
     @property
     def phase(self) -> ev.Phase:
-        """What the step computes, once that is decided."""
+        """The phase of the step's batch, once it is scheduled."""
         return "decode" if self.schedule is None else phase_of(self.schedule)
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts, of an engine's life or since the last GENERATE_START (whose prompts come first).
+class CallCounts:
+    """Counts of the whole trace, or since the last GENERATE_START (whose prompts come first).
 
-    `last_prompt` is the number of the last request that is one of these prompts.
+    `last_prompt` is the seq_id of the last of these prompts.
     """
 
     num_prompts: int = 0
@@ -89,31 +88,31 @@ class Tally:
 
 
 class Ledger:
-    """All that is known of an engine when an event comes.
+    """All that is known of an engine before an event.
 
     It groups events into steps itself (not `replay.StepFold`): the rules must see an event before
     the fold rejects it, and a check goes on after an event that the fold has rejected.
 
     Attributes:
         state: the fold.
-        header, init, budget, warmup, ready: what was said at the start; None before.
-        graphs: numbers of rows that have a CUDA graph; None if that was not said.
-        skip: why there are none; None if that was not said.
+        header, init, budget, warmup, ready: the records of the start; None before.
+        graphs: batch sizes that have a CUDA graph; None if not recorded.
+        skip: why there are none; None if not recorded.
         started: names of the events of the start, in order.
-        start_ns: how long its parts took so far.
+        start_ns: time of the parts of the start so far.
         has_failed: did an exception leave the engine?
         last: the event before; None at the beginning.
-        last_id: its number, or that of an unknown event.
-        step: the step under way; None between steps.
-        step_before: the last step that came to its end; None after a reset.
+        last_id: its event_id, or that of an unknown event.
+        step: the current step; None between steps.
+        step_before: the last step that ended; None after a reset.
         last_step: number of the last step that began.
-        is_reset: has a reset come since that step began?
-        requests: what each living request asked for.
-        next_seq_id: the number that the next request gets, at least.
-        outputs_due: requests that ended and whose output is not said yet.
-        evicted: pages that lost their contents and are to be taken next, with their hashes.
-        released: (seq_id, tokens computed, pages freed) of the last release.
-        total, call: counts of the engine's life, and of the generate() under way (None: none is).
+        is_reset: has the engine been reset since that step began?
+        requests: the REQUEST_ENQUEUE of each unfinished request.
+        next_seq_id: the smallest seq_id that the next request can have.
+        outputs_due: requests that ended and have no REQUEST_OUTPUT yet.
+        evicted: blocks just evicted, to be allocated next, with their hashes.
+        released: (seq_id, tokens computed, blocks freed) of the last BLOCKS_RELEASE.
+        total, call: counts of the whole trace, and of the current generate(), if there is one.
     """
 
     def __init__(self) -> None:
@@ -139,36 +138,36 @@ class Ledger:
         self.outputs_due: list[int] = []
         self.evicted: dict[int, str] = {}
         self.released = (-1, 0, 0)
-        self.total = Tally()
-        self.call: Tally | None = None
+        self.total = CallCounts()
+        self.call: CallCounts | None = None
         self._chains: dict[int, list[str]] = {}
 
     # -- what follows ----------------------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
-        """Is this the trace of an engine? That of a rank which an engine started tells less.
+        """Is this the trace of a rank that schedules? The ranks that rank 0 started do not.
 
-        (Of the ranks above 0, those that torchrun started are engines: they become ready.)
+        (Ranks above 0 that torchrun started do: they record an ENGINE_READY.)
         """
         is_first = self.header is None or self.header.rank == 0
         return self.init is not None and (is_first or self.ready is not None)
 
     def seq(self, seq_id: int) -> SequenceState:
-        """A living request's state."""
+        """An unfinished request's state."""
         return self.state.sequences[seq_id]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill, the last one perhaps partly."""
+        """The number of blocks for so many tokens."""
         return -(-num_tokens // max(self.state.block_size, 1))
 
     def slot(self, seq_id: int, position: int) -> int:
-        """Where the K and V of a position go."""
+        """The slot of the K and V of a position."""
         index, offset = divmod(position, self.state.block_size)
         return self.seq(seq_id).block_table[index] * self.state.block_size + offset
 
     def chain_hash(self, seq_id: int, index: int) -> str:
-        """The hash of a request's full block `index`, and of all before it; kept."""
+        """The chain hash of a request's full block `index`; it is kept."""
         chain = self._chains.setdefault(seq_id, [])
         size, tokens = self.state.block_size, self.seq(seq_id).token_ids
         while len(chain) <= index:
@@ -179,29 +178,29 @@ class Ledger:
         return chain[index]
 
     def cached_prefix(self, seq_id: int) -> list[int]:
-        """The published pages that a request finds at its admission. Never its last token."""
-        pages: list[int] = []
+        """The cached blocks that a request finds at its admission; never with its last token."""
+        blocks: list[int] = []
         if self.init is None or not self.init.enable_prefix_caching:
-            return pages
+            return blocks
         for index in range((len(self.seq(seq_id).token_ids) - 1) // self.state.block_size):
-            page = self.state.cached_blocks.get(self.chain_hash(seq_id, index))
-            if page is None:
+            block = self.state.cached_blocks.get(self.chain_hash(seq_id, index))
+            if block is None:
                 break
-            pages.append(page)
-        return pages
+            blocks.append(block)
+        return blocks
 
     def is_prefilling(self, seq_id: int) -> bool:
-        """Has a running request not computed all that it had when it was admitted?"""
+        """Has a running request not yet computed all tokens that it had at its admission?"""
         seq = self.seq(seq_id)
         return seq.num_computed_tokens < seq.num_prefill_tokens
 
-    def needs_page(self, seq_id: int) -> bool:
-        """Has the newest token of a request no page yet?"""
+    def needs_block(self, seq_id: int) -> bool:
+        """Does the newest token of a request need a new block?"""
         seq = self.seq(seq_id)
         return len(seq.token_ids) > len(seq.block_table) * self.state.block_size
 
     def batch(self, running: Iterable[int], policy: str) -> dict[int, int]:
-        """The step's work as the policy says: seq_id -> tokens, in order.
+        """The batch by the policy's rules: seq_id -> number of tokens, in order.
 
         Args:
             running: the running queue.
@@ -232,19 +231,19 @@ class Ledger:
         """Take in one event.
 
         Raises:
-            InconsistentTraceError: it cannot follow from those before. It was noted nevertheless.
+            InconsistentTraceError: it cannot follow from those before. It is noted all the same.
         """
         self._open_step(event)
         note = self._notes.get(type(event))
         if note is not None:
             note(self, event)
-        if isinstance(event, _PAGES) and self.step is not None:
-            self.step.has_page_changes = True
+        if isinstance(event, _BLOCK_EVENTS) and self.step is not None:
+            self.step.has_block_changes = True
         self.last, self.last_id = event, event.event_id
         self.state.apply(event)
 
     def settle(self, event: ev.Event) -> None:
-        """Forget what ended with `event`, after everything was said of it."""
+        """Forget what ended with `event`, after all rules were applied."""
         match event:
             case ev.StepEnd():
                 self.step_before, self.step = self.step, None
@@ -279,16 +278,16 @@ class Ledger:
         else:
             shares = dict(zip(event.seq_ids, event.num_scheduled_tokens, strict=False))
         step, self.step.schedule = self.step, event
-        known = {s: self.state.sequences[s] for s in shares if s in self.state.sequences}
-        # At most what there is to compute: a number out of a broken trace may be of any size.
-        left = {s: len(seq.token_ids) - seq.num_computed_tokens for s, seq in known.items()}
-        step.num_scheduled = {s: max(min(shares[s], left[s]), 0) for s in known}
-        step.num_computed = {s: seq.num_computed_tokens for s, seq in known.items()}
-        step.sampled = [s for s in known if shares[s] == left[s]]
+        expected = {s: self.state.sequences[s] for s in shares if s in self.state.sequences}
+        # At most what is left to compute: a broken trace may have a number of any size.
+        left = {s: len(seq.token_ids) - seq.num_computed_tokens for s, seq in expected.items()}
+        step.num_scheduled = {s: max(min(shares[s], left[s]), 0) for s in expected}
+        step.num_computed = {s: seq.num_computed_tokens for s, seq in expected.items()}
+        step.sampled = [s for s in expected if shares[s] == left[s]]
         for tally in self._tallies():
             tally.steps[step.phase] += 1
 
-    def _tallies(self) -> list[Tally]:
+    def _tallies(self) -> list[CallCounts]:
         return [self.total] if self.call is None else [self.total, self.call]
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
@@ -317,7 +316,7 @@ class Ledger:
     def _generate(self, event: ev.GenerateStart | ev.GenerateFinish) -> None:
         self.call = None
         if isinstance(event, ev.GenerateStart):
-            self.call = Tally(num_prompts=event.n_prompts)
+            self.call = CallCounts(num_prompts=event.n_prompts)
 
     def _state_transition(self, event: ev.StateTransition) -> None:
         if event.status == "FINISHED":

@@ -1,14 +1,11 @@
-"""Rules for requests: how they come, in which queue they stand, who goes first, and how they end.
-
-Knows statuses, limits and the order of the two queues. Does not know pages or tensors.
-"""
+"""Rules for requests: arrival, statuses, limits, the order of the two queues, and ends."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.finding import Conflict, Fact, Rule, differ
 from nvtrace.check.ledger import POLICIES
 
 if TYPE_CHECKING:
@@ -28,40 +25,42 @@ _LEGAL = {
 }
 
 
-# -- coming ----------------------------------------------------------------------------------------
+# -- arrival ---------------------------------------------------------------------------------------
 
 
-def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Clash]:
+def _arrival(ledger: Ledger, event: ev.RequestEnqueue) -> Iterator[Conflict]:
     num_tokens = len(event.prompt_token_ids)
     yield from differ("prompt_len", event.prompt_len, "num_prompt_token_ids", num_tokens)
     if event.seq_id < ledger.next_seq_id or (
         event.seq_id > ledger.next_seq_id and not ledger.is_reset
     ):
-        yield Clash(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
+        yield Conflict(Fact("seq_id", event.seq_id), Fact("next_seq_id", ledger.next_seq_id))
     yield from in_vocabulary(ledger, "prompt_token_ids", event.prompt_token_ids)
     init = ledger.init
     if init is not None and ledger.ready is not None:
         if num_tokens >= init.max_model_len:
-            yield Clash(Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len))
+            yield Conflict(
+                Fact("prompt_len", num_tokens), Fact("max_model_len", init.max_model_len)
+            )
         need = ledger.blocks_for(min(num_tokens + event.max_tokens, init.max_model_len) - 1)
         if need > ledger.state.num_blocks:
-            yield Clash(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
+            yield Conflict(Fact("pages_at_most", need), Fact("num_blocks", ledger.state.num_blocks))
 
 
-def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Clash]:
-    """The model has every one of these tokens."""
+def in_vocabulary(ledger: Ledger, field: str, token_ids: list[int]) -> Iterator[Conflict]:
+    """Each token is in the model's vocabulary."""
     most = ledger.header.model.get("vocab_size", 2**32) if ledger.header else 2**32
     outside = [token_id for token_id in token_ids if not 0 <= token_id < most]
     if outside:
-        yield Clash(Fact(field, outside[0]), Fact("vocab_size", most))
+        yield Conflict(Fact(field, outside[0]), Fact("vocab_size", most))
 
 
-def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
+def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Conflict]:
     init = ledger.init
     if init is None:
         return
     if event.need <= event.have:
-        yield Clash(Fact("need", event.need), Fact("have", event.have))
+        yield Conflict(Fact("need", event.need), Fact("have", event.have))
     if event.reason == "prompt_too_long":
         yield from differ("need", event.need, "prompt_and_one", event.prompt_len + 1)
         yield from differ("have", event.have, "max_model_len", init.max_model_len)
@@ -70,34 +69,36 @@ def _refusal(ledger: Ledger, event: ev.RequestRefused) -> Iterator[Clash]:
     least = ledger.blocks_for(event.prompt_len)
     most = ledger.blocks_for(init.max_model_len - 1)
     if not least <= event.need <= most:
-        yield Clash(Fact("need", event.need), Fact("pages_from_to", [least, most]))
+        yield Conflict(Fact("need", event.need), Fact("pages_from_to", [least, most]))
     if event.prompt_len >= init.max_model_len:
-        yield Clash(Fact("prompt_len", event.prompt_len), Fact("max_model_len", init.max_model_len))
+        yield Conflict(
+            Fact("prompt_len", event.prompt_len), Fact("max_model_len", init.max_model_len)
+        )
 
 
 # -- queues ----------------------------------------------------------------------------------------
 
 
-def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Iterator[Clash]:
+def _waiting_len(ledger: Ledger, event: ev.RequestEnqueue | ev.StepEnd) -> Iterator[Conflict]:
     waiting, running = len(ledger.state.waiting), len(ledger.state.running)
     yield from differ("waiting_len", event.waiting_len, "waiting_queue", waiting)
     if not isinstance(event, ev.RequestEnqueue | ev.AdmissionStop):
         yield from differ("running_len", event.running_len, "running_queue", running)
 
 
-def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Clash]:
-    """After any move: in the queue of its status, once, and in no other."""
+def _one_queue(ledger: Ledger, event: ev.RequestEnqueue | ev.StateTransition) -> Iterator[Conflict]:
+    """A request is once in the queue of its status, and not in the other."""
     waiting = ledger.state.waiting.count(event.seq_id)
     running = ledger.state.running.count(event.seq_id)
     status = "WAITING" if isinstance(event, ev.RequestEnqueue) else event.status
-    known = [int(status == "WAITING"), int(status == "RUNNING")]
-    yield from differ("status", [waiting, running], "places_by_status", known)
+    expected = [int(status == "WAITING"), int(status == "RUNNING")]
+    yield from differ("status", [waiting, running], "places_by_status", expected)
 
 
-def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     move, seq = (event.previous, event.status), ledger.seq(event.seq_id)
     if move not in _LEGAL[event.reason]:
-        yield Clash(Fact("status", [*move]), Fact("legal_for_reason", _LEGAL[event.reason]))
+        yield Conflict(Fact("status", [*move]), Fact("legal_for_reason", _LEGAL[event.reason]))
     yield from differ("previous", event.previous, "status_before", seq.status)
     last, expected = ledger.last, None
     match last:
@@ -114,12 +115,12 @@ def _legal(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
     if expected is not None:
         yield from differ("seq_id", event.seq_id, "event_before", expected[0])
         if not expected[1] and last is not None:
-            yield Clash(Fact("reason", event.reason), Fact("event_before", ev.tag_of(last)))
+            yield Conflict(Fact("reason", event.reason), Fact("event_before", ev.tag_of(last)))
     if event.status != "RUNNING" and seq.block_table:
-        yield Clash(Fact("status", event.status), Fact("table", [*seq.block_table]))
+        yield Conflict(Fact("status", event.status), Fact("table", [*seq.block_table]))
 
 
-def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _transition_facts(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     num_tokens = seq.num_completion_tokens
     yield from differ(
@@ -130,15 +131,15 @@ def _told_of_request(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clas
     yield from differ("token_id", event.token_id, "last_sampled", token_id)
 
 
-def _told_of_abort(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Clash]:
+def _abort_facts(ledger: Ledger, event: ev.RequestAbort) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
-    known = seq.num_completion_tokens
-    yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", known)
+    expected = seq.num_completion_tokens
+    yield from differ("num_completion_tokens", event.num_completion_tokens, "num_sampled", expected)
     if seq.status == "FINISHED":
-        yield Clash(Fact("seq_id", event.seq_id), Fact("status_before", seq.status))
+        yield Conflict(Fact("seq_id", event.seq_id), Fact("status_before", seq.status))
 
 
-def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
+def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
     if isinstance(ledger.last, ev.RequestAbort):
         yield from differ("seq_ids", event.seq_ids, "event_before", [ledger.last.seq_id])
 
@@ -146,25 +147,25 @@ def _of_abort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
 # -- admission and preemption ----------------------------------------------------------------------
 
 
-def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _head_first(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     if event.reason == "admitted":
         yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
 
 
-def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
-    """There was a place, and budget for all of it, or it was the one that may be cut."""
+def _admitted(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
+    """There was room for it, and budget for its tokens, unless it may compute a chunk."""
     if event.reason != "admitted" or ledger.init is None:
         return
     seq, running = ledger.seq(event.seq_id), ledger.state.running
     if len(running) >= ledger.init.max_num_seqs:
         most = ledger.init.max_num_seqs
-        yield Clash(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
+        yield Conflict(Fact("running_queue", len(running) + 1), Fact("max_num_seqs", most))
     if ledger.init.policy not in POLICIES:
-        return  # what it has given to whom, and whether it cuts, is its own business
+        return  # another policy has its own rules for that
     need = len(seq.token_ids) - seq.num_computed_tokens
     left, may_cut = _budget(ledger)
     if need > left and not may_cut:
-        yield Clash(Fact("tokens_needed", need), Fact("budget_left", left))
+        yield Conflict(Fact("tokens_needed", need), Fact("budget_left", left))
 
 
 def _budget(ledger: Ledger) -> tuple[int, bool]:
@@ -178,23 +179,23 @@ def _budget(ledger: Ledger) -> tuple[int, bool]:
     return left, left > 0 and (is_mixed or is_first)
 
 
-def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Clash]:
-    """The head waits for the first of the limits that it meets, and that limit is met."""
+def _stop(ledger: Ledger, event: ev.AdmissionStop) -> Iterator[Conflict]:
+    """The waiting queue's head is stopped by the first limit that it does not fit in."""
     yield from differ("seq_id", event.seq_id, "waiting_head", ledger.state.waiting[0])
     if ledger.step is not None and ledger.step.stop is not None:
-        yield Clash(
+        yield Conflict(
             Fact("event", ev.tag_of(event)), Fact("already_stopped", ledger.step.stop.seq_id)
         )
     is_of_every_policy = event.reason in {"max_num_seqs", "no_blocks"}
     if not is_of_every_policy and ledger.init is not None and ledger.init.policy not in POLICIES:
         return
-    known = _limit(ledger, ledger.state.waiting[0])
-    told = (event.reason, event.need, event.have)
-    yield from differ("reason_need_have", told, "limit_met", known)
+    expected = _limit(ledger, ledger.state.waiting[0])
+    recorded = (event.reason, event.need, event.have)
+    yield from differ("reason_need_have", recorded, "limit_met", expected)
 
 
 def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
-    """Why a waiting request cannot be admitted now, its need and what there is; None if it can."""
+    """Why a waiting request cannot be admitted, what it needs, what there is; None if it can."""
     init, state = ledger.init, ledger.state
     if init is None:
         return None
@@ -206,7 +207,7 @@ def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
         return "max_num_seqs", num_running + 1, init.max_num_seqs
     num_tokens = len(ledger.seq(seq_id).token_ids)
     prefix = ledger.cached_prefix(seq_id)
-    need = ledger.blocks_for(num_tokens) - sum(state.ref_counts[page] > 0 for page in prefix)
+    need = ledger.blocks_for(num_tokens) - sum(state.ref_counts[block] > 0 for block in prefix)
     if need > len(state.free_blocks):
         return "no_blocks", need, len(state.free_blocks)
     need = num_tokens - len(prefix) * state.block_size
@@ -217,18 +218,18 @@ def _limit(ledger: Ledger, seq_id: int) -> tuple[str, int, int] | None:
     return None
 
 
-def _nobody_forgotten(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
-    """Whoever still waits was told why: nobody can be admitted, unless it was just preempted."""
+def _stop_recorded(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
+    """There is an ADMISSION_STOP if requests wait that were not preempted in this step."""
     step, init = ledger.step, ledger.init
     if step is None or init is None:
         return
-    comes_back = init.policy == "mixed"  # the preempted are asked again in the same step
+    comes_back = init.policy == "mixed"  # it may admit a preempted request again in the same step
     waiting = [s for s in ledger.state.waiting if comes_back or s not in step.preempted]
     if waiting and step.stop is None:
-        yield Clash(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
+        yield Conflict(Fact("event", ev.tag_of(event)), Fact("nobody_asked", waiting))
 
 
-def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Clash]:
+def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Conflict]:
     yield from differ("seq_id", event.seq_id, "running_tail", ledger.state.running[-1])
     seq_id, num_computed, num_freed = ledger.released
     yield from differ("seq_id", event.seq_id, "event_before", seq_id)
@@ -239,25 +240,25 @@ def _youngest(ledger: Ledger, event: ev.Preempt) -> Iterator[Clash]:
     in_need = (
         other
         for other in ledger.state.running[:-1]
-        if not ledger.is_prefilling(other) and ledger.needs_page(other)
+        if not ledger.is_prefilling(other) and ledger.needs_block(other)
     )
-    known = next(in_need, ledger.state.running[-1])
-    yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", known)
+    expected = next(in_need, ledger.state.running[-1])
+    yield from differ("for_seq_id", event.for_seq_id, "in_need_of_page", expected)
 
 
-def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Clash]:
-    """Nobody gives up pages while there are free ones (an end, or an abort, is no preemption)."""
+def _last_resort(ledger: Ledger, event: ev.BlocksRelease) -> Iterator[Conflict]:
+    """No request is preempted while there are free blocks."""
     is_preemption = ledger.step is not None and ledger.step.schedule is None
     num_free = len(ledger.state.free_blocks)
     if is_preemption and event.step is not None and num_free:
-        yield Clash(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
+        yield Conflict(Fact("seq_ids", event.seq_ids), Fact("free_pages", num_free))
 
 
-# -- leaving ---------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def _reason_to_end(ledger: Ledger, seq_id: int) -> str | None:
-    """Why a request that has just got a token ends, as far as a trace can tell."""
+    """Why a request ends with its last token, as far as a trace can show."""
     request, seq = ledger.requests[seq_id], ledger.seq(seq_id)
     token_id = seq.token_ids[-1]
     eos_token_ids = ledger.ready.eos_token_ids if ledger.ready else []
@@ -272,30 +273,30 @@ def _reason_to_end(ledger: Ledger, seq_id: int) -> str | None:
     return None
 
 
-def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Clash]:
+def _end(ledger: Ledger, event: ev.StateTransition) -> Iterator[Conflict]:
     if event.status != "FINISHED" or event.reason == "aborted":
         return
     if event.reason == "stop_string":
         if not ledger.requests[event.seq_id].stop:
-            yield Clash(Fact("reason", event.reason), Fact("asked_stop", None))
+            yield Conflict(Fact("reason", event.reason), Fact("asked_stop", None))
         return
     yield from differ("reason", event.reason, "reason_to_end", _reason_to_end(ledger, event.seq_id))
 
 
-def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Clash]:
-    """Nobody goes on past its end; and the ended are told in the order of the batch."""
+def _due(ledger: Ledger, event: ev.StepEnd) -> Iterator[Conflict]:
+    """Each request that must end ends; `finished` has the order of the batch."""
     step = ledger.step
     if step is None:
         return
     for seq_id in step.sampled:
         if seq_id not in step.finished and (reason := _reason_to_end(ledger, seq_id)):
-            yield Clash(Fact("running", seq_id), Fact("reason_to_end", reason))
+            yield Conflict(Fact("running", seq_id), Fact("reason_to_end", reason))
     yield from differ("finished", event.finished, "ended_in_step", step.finished)
     in_order = [seq_id for seq_id in step.sampled if seq_id in step.finished]
     yield from differ("finished", step.finished, "order_of_batch", in_order)
 
 
-def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Clash]:
+def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Conflict]:
     seq = ledger.seq(event.seq_id)
     due = ledger.outputs_due[0] if ledger.outputs_due else None
     yield from differ("seq_id", event.seq_id, "output_due", due)
@@ -311,23 +312,23 @@ def _output(ledger: Ledger, event: ev.RequestOutput) -> Iterator[Clash]:
     )
 
 
-def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Clash]:
-    """A reset ends everybody, each with the tokens that it had (the newest may not be appended)."""
+def _reset(ledger: Ledger, event: ev.EngineReset) -> Iterator[Conflict]:
+    """A reset ends all requests, each with its tokens (the newest may not be appended)."""
     living = sorted({*ledger.state.waiting, *ledger.state.running, *ledger.outputs_due})
-    # A request may be ended whose arrival was cut off; and one whose output was said just before.
+    # It may end a request whose arrival was interrupted, or whose output was just recorded.
     missing = [seq_id for seq_id in living if seq_id not in event.seq_ids]
     if missing:
-        yield Clash(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
+        yield Conflict(Fact("seq_ids", event.seq_ids), Fact("unfinished", living))
     unknown = [s for s in event.seq_ids if s not in ledger.requests and s < ledger.next_seq_id]
     yield from differ("seq_ids", event.seq_ids, "ascending", sorted({*event.seq_ids, *unknown}))
     if unknown:
-        yield Clash(Fact("seq_ids", unknown), Fact("unfinished", living))
+        yield Conflict(Fact("seq_ids", unknown), Fact("unfinished", living))
     for seq_id, num_tokens in zip(event.seq_ids, event.num_tokens, strict=True):
         if seq_id in ledger.requests:
             most = len(ledger.seq(seq_id).token_ids)
             is_sampled = isinstance(ledger.step and ledger.step.sample, ev.SampleTokens)
             if not most - is_sampled <= num_tokens <= most:
-                yield Clash(
+                yield Conflict(
                     Fact("num_tokens", [seq_id, num_tokens]), Fact("num_tokens_known", most)
                 )
 
@@ -343,13 +344,13 @@ RULES = (
     ),
     Rule("one_queue", "after", (ev.RequestEnqueue, ev.StateTransition), _one_queue),
     Rule("transitions", "before", (ev.StateTransition,), _legal),
-    Rule("request_facts", "before", (ev.StateTransition,), _told_of_request),
-    Rule("request_facts", "before", (ev.RequestAbort,), _told_of_abort),
+    Rule("request_facts", "before", (ev.StateTransition,), _transition_facts),
+    Rule("request_facts", "before", (ev.RequestAbort,), _abort_facts),
     Rule("transitions", "before", (ev.BlocksRelease,), _of_abort),
     Rule("head_first", "before", (ev.StateTransition,), _head_first),
     Rule("budgets", "before", (ev.StateTransition,), _admitted),
     Rule("admission_stop", "before", (ev.AdmissionStop,), _stop),
-    Rule("admission_stop", "after", ev.SCHEDULES, _nobody_forgotten),
+    Rule("admission_stop", "after", ev.SCHEDULES, _stop_recorded),
     Rule("youngest_first", "before", (ev.Preempt,), _youngest),
     Rule("youngest_first", "before", (ev.BlocksRelease,), _last_resort),
     Rule("ends", "before", (ev.StateTransition,), _end),

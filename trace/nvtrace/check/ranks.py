@@ -1,9 +1,7 @@
-"""Rules for the trace of a rank that an engine started: what it was given, and how it ran.
+"""Rules for the trace of a rank that does not schedule: the layout of each batch, and its run.
 
-Such a rank hears of no request: rank 0's trace holds the decisions. But each of its steps is a
-layout and a run, and both say the same of one batch.
-
-Knows lengths and places by themselves. Does not know whose they are (`steps.py`, of an engine).
+Requests and schedules are in rank 0's trace only. Each step here is a layout and a run, and both
+must record the same batch.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
-from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.finding import Conflict, Fact, Rule, differ
 from nvtrace.check.steps import flat_layout
 
 if TYPE_CHECKING:
@@ -20,39 +18,39 @@ if TYPE_CHECKING:
     from nvtrace.check.ledger import Ledger
 
 
-def _steps(ledger: Ledger, event: ev.Layout | ev.Run) -> Iterator[Clash]:
-    """A layout begins a later step, and its run follows it."""
+def _steps(ledger: Ledger, event: ev.Layout | ev.Run) -> Iterator[Conflict]:
+    """Each layout begins a new step, and its run comes next."""
     if ledger.is_whole:
         return
     last, before = ledger.last, (ledger.last and ledger.last.step) or 0
     if isinstance(event, ev.RUNS):
         yield from differ("step", event.step, "step_under_way", before)
-        known = [ev.tag_of(ev.PreparePrefillTensors), ev.tag_of(ev.PrepareDecodeTensors)]
-        if last is None or ev.tag_of(last) not in known:
-            yield Clash(Fact("event", ev.tag_of(event)), Fact("must_precede", known))
+        expected = [ev.tag_of(ev.PreparePrefillTensors), ev.tag_of(ev.PrepareDecodeTensors)]
+        if last is None or ev.tag_of(last) not in expected:
+            yield Conflict(Fact("event", ev.tag_of(event)), Fact("must_precede", expected))
     elif event.step is None or event.step <= before:
-        yield Clash(Fact("step", event.step), Fact("at_least", before + 1))
+        yield Conflict(Fact("step", event.step), Fact("at_least", before + 1))
 
 
-def _prefill(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Clash]:
+def _prefill(ledger: Ledger, event: ev.PreparePrefillTensors) -> Iterator[Conflict]:
     if ledger.is_whole or ledger.init is None:
         return
     spans = [(first, last + 1) for first, last in event.position_ranges]
     yield from flat_layout(event, spans)
     size = ledger.init.block_size
-    pieces = [  # of each span, what lies in one page: (offset, tokens)
+    pieces = [  # of each span, what lies in one block: (offset, tokens)
         (position % size, min(size - position % size, stop - position))
         for start, stop in spans
         for position in (start, *range((start // size + 1) * size, stop, size))
     ]
-    told = [(first % size, last - first + 1) for first, last in event.slot_ranges]
-    yield from differ("slot_ranges", told, "offsets_and_lengths", pieces)
+    recorded = [(first % size, last - first + 1) for first, last in event.slot_ranges]
+    yield from differ("slot_ranges", recorded, "offsets_and_lengths", pieces)
     yield from _in_pool(
         ledger, "slot_ranges", [slot for both in event.slot_ranges for slot in both]
     )
 
 
-def _decode(ledger: Ledger, event: ev.PrepareDecodeTensors) -> Iterator[Clash]:
+def _decode(ledger: Ledger, event: ev.PrepareDecodeTensors) -> Iterator[Conflict]:
     if ledger.is_whole or ledger.init is None:
         return
     size, lengths = ledger.init.block_size, event.context_lens
@@ -60,24 +58,24 @@ def _decode(ledger: Ledger, event: ev.PrepareDecodeTensors) -> Iterator[Clash]:
     shape = (len(lengths), -(-max(lengths, default=0) // size))
     yield from differ("block_tables_shape", event.block_tables_shape, "layout_of_batch", shape)
     offsets = [(length - 1) % size for length in lengths]
-    told = [slot % size for slot in event.slot_mapping]
-    yield from differ("slot_mapping", told, "offsets_in_pages", offsets)
+    recorded = [slot % size for slot in event.slot_mapping]
+    yield from differ("slot_mapping", recorded, "offsets_in_pages", offsets)
     yield from differ("slot_mapping", len({*event.slot_mapping}), "layout_of_batch", len(lengths))
     yield from _in_pool(ledger, "slot_mapping", event.slot_mapping)
 
 
-def _in_pool(ledger: Ledger, field: str, slots: list[int]) -> Iterator[Clash]:
+def _in_pool(ledger: Ledger, field: str, slots: list[int]) -> Iterator[Conflict]:
     if ledger.budget is None:
         return
     num_slots = ledger.budget.num_blocks * ledger.budget.block_size
     outside = [slot for slot in slots if not 0 <= slot < num_slots]
     if outside:
-        yield Clash(Fact(field, outside[0]), Fact("num_slots", num_slots))
+        yield Conflict(Fact(field, outside[0]), Fact("num_slots", num_slots))
 
 
-def _run(ledger: Ledger, event: ev.Run) -> Iterator[Clash]:
-    """It ran what was laid out: a prefill kernel by kernel, a decode as the start has said."""
-    last, known = ledger.last, None
+def _run(ledger: Ledger, event: ev.Run) -> Iterator[Conflict]:
+    """It ran the batch of the layout: a prefill eagerly, a decode by a graph if there are any."""
+    last, expected = ledger.last, None
     if ledger.is_whole:
         return
     if isinstance(event, ev.CudagraphReplay):
@@ -86,17 +84,17 @@ def _run(ledger: Ledger, event: ev.Run) -> Iterator[Clash]:
         rest = event.graph_batch_size - event.batch_size
         yield from differ("padding", event.padding, "rows_left_over", rest)
         if event.graph_batch_size not in (ledger.graphs or ()):
-            yield Clash(
+            yield Conflict(
                 Fact("graph_batch_size", event.graph_batch_size), Fact("batch_sizes", ledger.graphs)
             )
         return
     if isinstance(last, ev.PreparePrefillTensors):
         yield from differ("num_tokens", event.num_tokens, "sum", last.flat_tokens)
-        known = "mixed" if event.reason == "mixed" else "prefill"
+        expected = "mixed" if event.reason == "mixed" else "prefill"
     elif isinstance(last, ev.PrepareDecodeTensors):
         yield from differ("num_tokens", event.num_tokens, "sum", last.batch_size)
-        known = ledger.skip.reason if ledger.skip else "batch_beyond_graphs"
-    yield from differ("reason", event.reason, "reason_by_state", known)
+        expected = ledger.skip.reason if ledger.skip else "batch_beyond_graphs"
+    yield from differ("reason", event.reason, "reason_by_state", expected)
 
 
 RULES = (

@@ -1,7 +1,4 @@
-"""Rules for the stream of events as such: numbers, times, steps, phases, names, and their order.
-
-Knows what may come after what. Does not know whether it is right.
-"""
+"""Rules for the order of events: numbers, times, steps, phases, names, and what follows what."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvtrace import events as ev
 from nvtrace.check import fields
-from nvtrace.check.finding import Clash, Fact, Rule, differ
+from nvtrace.check.finding import Conflict, Fact, Rule, differ
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,57 +72,55 @@ _PARALLEL = (
 _NEED_AN_ENGINE = (*_BETWEEN_STEPS[8:], *_SCHEDULING, *ev.SCHEDULES)
 
 
-def _count(ledger: Ledger, record: Footer) -> Iterator[Clash]:
-    """The last line's number and count are those of the events before it."""
+def _count(ledger: Ledger, record: Footer) -> Iterator[Conflict]:
+    """The footer's event_id and count are those of the events before it."""
     yield from differ("event_id", record.event_id, "next_event_id", ledger.last_id + 1)
     yield from differ("num_events", record.num_events, "last_event_id", ledger.last_id)
 
 
-def _exit(ledger: Ledger, record: Footer) -> Iterator[Clash]:
-    """A run that is "ok" left nothing half done; one that is not had an exception.
+def _exit(ledger: Ledger, record: Footer) -> Iterator[Conflict]:
+    """A run that is "ok" finished its steps and outputs; any other had an exception.
 
-    Whoever calls step() may stop while requests are unfinished. A generate() ends them all.
+    A caller of step() may stop while requests are unfinished. A generate() ends them all.
     """
-    told = Fact("exit", record.exit)
+    recorded = Fact("exit", record.exit)
     unfinished = [*ledger.state.waiting, *ledger.state.running]
     left = [*ledger.outputs_due]
     if ledger.call is not None:
         left += [seq_id for seq_id in unfinished if seq_id <= ledger.call.last_prompt]
     if record.exit == "ok":
         if record.error_type is not None:
-            yield Clash(told, Fact("error_type", record.error_type))
+            yield Conflict(recorded, Fact("error_type", record.error_type))
         elif left:
-            yield Clash(told, Fact("unfinished", left))
+            yield Conflict(recorded, Fact("unfinished", left))
         elif ledger.step is not None:
-            yield Clash(told, Fact("step_under_way", ledger.step.index))
-    if record.exit not in {"error", "interrupted"}:  # whoever says another word knows what it means
+            yield Conflict(recorded, Fact("step_under_way", ledger.step.index))
+    if record.exit not in {"error", "interrupted"}:  # an unknown word is not checked
         return
-    is_started = ledger.ready is not None or isinstance(
-        ledger.last, ev.RUNS
-    )  # (a rank's own trace)
+    is_started = ledger.ready is not None or isinstance(ledger.last, ev.RUNS)  # (a rank above 0)
     is_refused = isinstance(ledger.last, ev.RequestRefused)  # which raises
     is_simulated = ledger.header is not None and ledger.header.mode == "simulated"  # it may stop
     is_explained = ledger.has_failed or is_refused or not is_started or is_simulated or unfinished
     if record.error_type is None and not (is_explained or left):
-        yield Clash(told, Fact("error_type", record.error_type))
+        yield Conflict(recorded, Fact("error_type", record.error_type))
 
 
-def _numbers(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _numbers(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     yield from differ("event_id", event.event_id, "next_event_id", ledger.last_id + 1)
 
 
-def _times(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _times(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     earliest = ledger.last.ts_ns if ledger.last else 0
     if event.ts_ns < earliest:
-        yield Clash(Fact("ts_ns", event.ts_ns), Fact("time_before", earliest))
+        yield Conflict(Fact("ts_ns", event.ts_ns), Fact("time_before", earliest))
 
 
-def _step_numbers(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _step_numbers(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     if not ledger.is_whole and not isinstance(event, ev.EngineInit):
         return
     under_way = None if ledger.step is None else ledger.step.index
     coming = ledger.last_step + 1
-    if ledger.is_reset and event.step is not None:  # it may have struck before anything was said
+    if ledger.is_reset and event.step is not None:  # the error may have come before the first event
         coming = max(coming, event.step)
     if isinstance(event, ev.EngineReset) and isinstance(ledger.last, ev.EngineError):
         allowed = [ledger.last.step]
@@ -143,7 +138,7 @@ def _step_numbers(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
     else:
         allowed = [coming]
     if event.step not in allowed:
-        yield Clash(Fact("step", event.step), Fact("step_under_way", allowed[0]))
+        yield Conflict(Fact("step", event.step), Fact("step_under_way", allowed[0]))
 
 
 def _unless(event: ev.Event, under_way: int | None) -> object:
@@ -151,20 +146,20 @@ def _unless(event: ev.Event, under_way: int | None) -> object:
 
 
 def _is_abort(ledger: Ledger) -> bool:
-    """Was the event before a part of an abort between two steps?"""
+    """Was the event before part of an abort between two steps?"""
     last = ledger.last
     return isinstance(last, ev.RequestAbort) or (
         isinstance(last, ev.BlocksRelease) and last.step is None
     )
 
 
-def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     expected = _phase(event)
     step = ledger.step
     if expected is None and step is not None and step.schedule is not None:
         expected = "postprocess" if isinstance(event, ev.BlocksRelease) else step.phase
     if expected is None and event.step is None:
-        expected = "postprocess"  # pages that an abort gives back
+        expected = "postprocess"  # blocks that an abort gives back
     if expected is not None:
         yield from differ("phase", event.phase, "phase_of_event", expected)
     if isinstance(event, ev.SCHEDULES) and step is not None:
@@ -173,7 +168,7 @@ def _phases(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
 
 
 def _phase(event: ev.Event) -> ev.Phase | None:
-    """The phase of such an event; None if it is that of the step's batch."""
+    """The phase of an event; None if it is that of the step's batch."""
     match event:
         case ev.BlocksEvict(reason="cache_reset"):
             return "ingress"
@@ -182,38 +177,38 @@ def _phase(event: ev.Event) -> ev.Phase | None:
     return _PHASES.get(type(event))
 
 
-def _order(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
+def _order(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
     tag, last = Fact("event", ev.tag_of(event)), ledger.last
-    is_failure = isinstance(event, ev.EngineError)  # it may come anywhere, but not twice
+    is_failure = isinstance(event, ev.EngineError)  # it may come anywhere, but only once
     if not ledger.is_whole or (is_failure and not isinstance(last, ev.EngineError)):
         return
     after = () if last is None or _is_cache_reset(last) else _NEXT.get(type(last), ())
     if after and not isinstance(event, after):
-        yield Clash(tag, Fact("must_follow", _tags(after)))
+        yield Conflict(tag, Fact("must_follow", _tags(after)))
     before = _PREVIOUS.get(type(event), ())
     if before and not isinstance(last, before):
-        yield Clash(tag, Fact("must_precede", _tags(before)))
+        yield Conflict(tag, Fact("must_precede", _tags(before)))
     if isinstance(event, _NEED_AN_ENGINE) and ledger.ready is None:
-        yield Clash(tag, Fact("must_precede", [ev.tag_of(ev.EngineReady)]))
+        yield Conflict(tag, Fact("must_precede", [ev.tag_of(ev.EngineReady)]))
     yield from _order_in_step(ledger, event, tag)
 
 
-def _order_in_step(ledger: Ledger, event: ev.Event, tag: Fact) -> Iterator[Clash]:
+def _order_in_step(ledger: Ledger, event: ev.Event, tag: Fact) -> Iterator[Conflict]:
     step = ledger.step
     schedule = None if step is None else step.schedule
     is_early = isinstance(event, (*_SCHEDULING, *ev.SCHEDULES))
     if is_early and schedule is not None:
-        yield Clash(tag, Fact("already_scheduled", ev.tag_of(schedule)))
+        yield Conflict(tag, Fact("already_scheduled", ev.tag_of(schedule)))
     if isinstance(event, ev.StepEnd):
         missing = [kind for kind in _missing(ledger) if kind]
         yield from differ("event", ev.tag_of(event), "must_precede", missing or ev.tag_of(event))
     is_next = step is None and event.step is not None and not isinstance(event, _FAILURES)
     if (is_next or isinstance(event, ev.GenerateFinish)) and ledger.outputs_due:
-        yield Clash(tag, Fact("outputs_due", ledger.outputs_due[:]))
+        yield Conflict(tag, Fact("outputs_due", ledger.outputs_due[:]))
 
 
 def _missing(ledger: Ledger) -> list[str]:
-    """What a step must have said before its end, and has not."""
+    """The events that are missing before a step's end."""
     step = ledger.step
     if step is None or step.run is None:
         return [ev.tag_of(ev.RunEager)]
@@ -229,10 +224,10 @@ def _tags(types: tuple[type, ...]) -> list[str]:
     return [ev.tag_of(cls) for cls in types if issubclass(cls, ev.Event)]
 
 
-def names(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
-    """Every request and page that an event names exists, and its lists are equally long.
+def names(ledger: Ledger, event: ev.Event) -> Iterator[Conflict]:
+    """Every request and block that an event names exists, and its lists have the same length.
 
-    Where this does not hold, no other rule can be asked.
+    If not, most other rules cannot be applied.
     """
     if not isinstance(event, ev.RequestEnqueue | ev.EngineReset):
         for field in ("seq_id", "for_seq_id", "seq_ids", "finished"):
@@ -240,18 +235,18 @@ def names(ledger: Ledger, event: ev.Event) -> Iterator[Clash]:
             named = value if isinstance(value, list) else [value]
             unknown = [seq_id for seq_id in named if seq_id not in ledger.state.sequences]
             if unknown:
-                yield Clash(Fact(field, unknown[0]), Fact("requests", sorted(ledger.requests)))
+                yield Conflict(Fact(field, unknown[0]), Fact("requests", sorted(ledger.requests)))
             if len(set(named)) < len(named):
-                yield Clash(Fact(field, named), Fact("each_once", sorted(set(named))))
+                yield Conflict(Fact(field, named), Fact("each_once", sorted(set(named))))
     for field in ("block_ids", "freed"):
-        pages = _flat(getattr(event, field, []))
-        outside = [page for page in pages if not 0 <= page < ledger.state.num_blocks]
+        blocks = _flat(getattr(event, field, []))
+        outside = [block for block in blocks if not 0 <= block < ledger.state.num_blocks]
         if outside:
-            yield Clash(Fact(field, outside[0]), Fact("num_blocks", ledger.state.num_blocks))
+            yield Conflict(Fact(field, outside[0]), Fact("num_blocks", ledger.state.num_blocks))
     yield from _lengths(event)
 
 
-def _lengths(event: ev.Event) -> Iterator[Clash]:
+def _lengths(event: ev.Event) -> Iterator[Conflict]:
     seq_ids = getattr(event, "seq_ids", None)
     for field in _PARALLEL:
         values = getattr(event, field, None)
@@ -264,7 +259,7 @@ def _lengths(event: ev.Event) -> Iterator[Clash]:
         values = getattr(event, field, None)
         is_empty = values is not None and (not values or [] in values)
         if is_empty and not isinstance(event, ev.EngineReset):
-            yield Clash(Fact(field, values), Fact("not_empty", 1))
+            yield Conflict(Fact(field, values), Fact("not_empty", 1))
 
 
 def _flat(values: list[Any]) -> list[Any]:

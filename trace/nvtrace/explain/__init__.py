@@ -1,19 +1,18 @@
-"""Explain: why a request lived as it did, and why a step was what it was.
+"""Explain: why a request waited, ran and ended, and why a step had its batch and its time.
 
     story = explain_request(read_trace("trace.jsonl"), seq_id=3)
     for link in story.chain:
         ...  # Queued, Waited, Admitted, Prefilled, Decoded, Preempted, Ended
 
-    links     what a chain is made of: facts, each with the ids of the events that prove it
-    follower  the state beside the trace, and who has which page from whom
-    folding   links that say the same become one
-    life      what one step says of a request
+    links     the links of a chain: facts, each with the ids of the events that prove it
+    origins   the fold, with who computed and who shares each block
+    folding   equal links of consecutive steps become one
+    life      the events of one step about a request -> links
     request   the chain of one request
-    pace      how long steps of a kind take; which is slow, and what part of it
+    pace      step times by phase and size: is a step slow, and which part of it
     step      the chain of one step
 
-Facts only: the words are in the catalogs. Knows an engine by its trace alone: no engine, no torch.
-Does not know files (`nvtrace.reader`).
+The links hold facts; the words are in the catalogs. Only the trace is needed: no engine, no torch.
 """
 
 from nvtrace.explain.links import Link, RequestStory, StepStory, Times, kind_of

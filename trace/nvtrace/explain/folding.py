@@ -1,8 +1,6 @@
-"""Folding: links that say the same of steps that follow one another become one.
+"""Folding: links with the same facts about consecutive steps become one link.
 
-    waited 4 5 2 | waited 4 5 2 | waited 4 5 1  ->  waited, steps 3 to 5, need 4, have 1 to 2
-
-Knows when two links say the same, and what becomes of their numbers. Does not know words.
+waited 4 5 2 | waited 4 5 2 | waited 4 5 1  ->  waited, steps 3 to 5, need 4, have 1 to 2
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def fold(chain: Iterable[links.AnyLife]) -> Iterator[links.AnyLife]:
-    """Fold a chain whose links are about one step each."""
+    """Fold a chain of links, each about one step."""
     group: list[links.AnyLife] = []
     for link in chain:
-        if group and not _says_the_same(group[-1], link):
+        if group and not _is_alike(group[-1], link):
             yield _merged(group)
             group = []
         group.append(link)
@@ -29,7 +27,7 @@ def fold(chain: Iterable[links.AnyLife]) -> Iterator[links.AnyLife]:
         yield _merged(group)
 
 
-def _says_the_same(link: links.AnyLife, after: links.AnyLife) -> bool:
+def _is_alike(link: links.AnyLife, after: links.AnyLife) -> bool:
     if not after.num_steps or after.first_step != link.last_step + 1:
         return False
     match link, after:
@@ -60,7 +58,7 @@ def _merged(group: list[links.AnyLife]) -> links.AnyLife:
 
 
 def _merged_facts(group: list[links.AnyLife]) -> dict[str, object]:
-    """The numbers of links that say the same: their range, their sum, or the last of them."""
+    """The numbers of links that are alike: their range, their sum, or the last of them."""
     facts: dict[str, object] = {
         name: _span([getattr(link, name) for link in group])
         for name in ("need", "have", "whole", "num_ahead", "batch")

@@ -1,10 +1,9 @@
-"""Life: what a step said of one request, turned into links.
+"""Life: the links of one request, step by step.
 
-    Seen         the events of a step that are about the request
-    Biographer   Seen -> links, and the little that one step must know of those before
+    RequestStep         the events of a step that are about the request
+    ChainBuilder   RequestStep -> links, and the little that one step must know of those before
 
-Knows what each event means for the request. Does not know the rest of the trace (`request.py`), or
-which links say the same (`folding.py`).
+`request.py` reads the trace, and `folding.py` joins links that are alike.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Seen:
-    """What one step said of the request.
+class RequestStep:
+    """The events of one step about the request.
 
     Attributes:
-        seq_id, step: which request, which step.
-        end_ns: when the step ended, or its last event so far.
-        place: requests before it in the waiting queue when the head was stopped.
-        whole: what the head would need without the prefix cache.
-        released: as `BlockOrigins` has it, when it was preempted.
-        ending: what ended it; the last word, if an error came after its own end.
+        seq_id, step: the request and the step.
+        end_ns: the time of the step's last event so far.
+        place: number of requests before it in the waiting queue at the ADMISSION_STOP.
+        whole: what the queue's head would need without the prefix cache.
+        released: its entry in `BlockOrigins.released` when it was preempted.
+        ending: the event that ended it; the reset, if an error came after its own end.
     """
 
     seq_id: int
@@ -58,12 +57,12 @@ class Seen:
 
     @property
     def is_broken(self) -> bool:
-        """Did it come to no decision, or to no end?"""
+        """Did the step fail, before or after its schedule?"""
         was_reset = isinstance(self.ending, ev.EngineReset)
         return self.schedule is None or self.error is not None or was_reset
 
     def note(self, event: ev.AnyEvent, fold: BlockOrigins) -> None:
-        """Take in one event, which `fold` has taken in already."""
+        """Take in an event of the step, after `fold` has applied it."""
         self.end_ns = event.ts_ns
         match event:
             case ev.AdmissionStop() if self.seq_id in fold.state.waiting:
@@ -85,16 +84,16 @@ class Seen:
                 self.error = event
 
 
-class Biographer:
-    """Tells a request's life, one step after the other.
+class ChainBuilder:
+    """Builds a request's chain of links, step by step.
 
     Args:
-        arrival: how it came.
+        arrival: the request's REQUEST_ENQUEUE.
         step: the step before; 0 if there was none.
     """
 
     def __init__(self, arrival: ev.RequestEnqueue, step: int) -> None:
-        self._mark_ns = arrival.ts_ns  # its time is accounted for up to here
+        self._mark_ns = arrival.ts_ns  # a link accounts for its time up to here
         self._num_computed = 0
         self._num_ever_computed = 0  # the most of its tokens that were computed at any time
         self._num_to_prefill = 0
@@ -108,21 +107,21 @@ class Biographer:
             num_ahead=arrival.waiting_len - 1,
         )
 
-    def step(self, seen: Seen, fold: BlockOrigins) -> Iterator[links.AnyLife]:
-        """What it did in a step: moments first, then what the step is accounted to, then its end.
+    def step(self, facts: RequestStep, fold: BlockOrigins) -> Iterator[links.AnyLife]:
+        """The links of a step: its events, then the link that accounts for its time, then the end.
 
         Args:
-            seen: what the step said.
-            fold: after the step.
+            facts: the events of the step about the request.
+            fold: the fold, after the step.
         """
-        sequence = fold.state.sequences[seen.seq_id]
-        if seen.preempt is not None:
-            yield self._preempted(seen, seen.preempt)
-        if seen.admission is not None:
-            yield self._admitted(seen, seen.admission, sequence, fold.state.block_size)
-        yield from self._deed(seen, sequence)
-        if seen.ending is not None:
-            yield self.ended(seen.ending, seen.step, sequence, is_between=False)
+        sequence = fold.state.sequences[facts.seq_id]
+        if facts.preempt is not None:
+            yield self._preempted(facts, facts.preempt)
+        if facts.admission is not None:
+            yield self._admitted(facts, facts.admission, sequence, fold.state.block_size)
+        yield from self._activity(facts, sequence)
+        if facts.ending is not None:
+            yield self.ended(facts.ending, facts.step, sequence, is_between=False)
 
     def ended(
         self,
@@ -132,7 +131,7 @@ class Biographer:
         *,
         is_between: bool,
     ) -> links.Ended:
-        """Its end; one between two steps accounts for the time since the step before."""
+        """The link of its end; between two steps it accounts for the time since the last step."""
         reason, token_id = "aborted", None
         num_tokens, max_tokens = sequence.num_completion_tokens, sequence.max_tokens
         if isinstance(event, ev.StateTransition):
@@ -151,7 +150,7 @@ class Biographer:
         )
 
     def unended(self, last: ev.Event, step: int, sequence: SequenceState) -> links.Unended:
-        """The trace ends before it."""
+        """The link for a request that has not ended when the trace ends."""
         return links.Unended(
             first_step=step,
             last_step=step,
@@ -162,28 +161,32 @@ class Biographer:
             max_tokens=sequence.max_tokens,
         )
 
-    # -- moments ---------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
-    def _preempted(self, seen: Seen, event: ev.Preempt) -> links.Preempted:
+    def _preempted(self, facts: RequestStep, event: ev.Preempt) -> links.Preempted:
         self._is_preempted, self._num_computed = True, 0
-        is_all = seen.admission is None and not seen.is_broken
-        place = self._span(seen, event) if is_all else _moment(seen, event)
+        is_all = facts.admission is None and not facts.is_broken
+        place = self._span(facts, event) if is_all else _moment(facts, event)
         return links.Preempted(
             **place,
             seq_id=event.seq_id,
             for_seq_id=event.for_seq_id,
-            **given_back(event, seen.released),
+            **given_back(event, facts.released),
             num_tokens_to_recompute=event.num_tokens_to_recompute,
             is_prefilling=event.num_tokens_to_recompute < self._num_to_prefill,
         )
 
     def _admitted(
-        self, seen: Seen, event: ev.StateTransition, sequence: SequenceState, block_size: int
+        self,
+        facts: RequestStep,
+        event: ev.StateTransition,
+        sequence: SequenceState,
+        block_size: int,
     ) -> links.Admitted:
-        sources = seen.sources
+        sources = facts.sources
         self._num_to_prefill = sequence.num_prefill_tokens
         return links.Admitted(
-            **_moment(seen, event, sources.event_ids),
+            **_moment(facts, event, sources.event_ids),
             num_tokens=sequence.num_prefill_tokens,
             num_cached_tokens=(sources.num_shared + sources.num_revived) * block_size,
             num_shared_blocks=sources.num_shared,
@@ -194,39 +197,39 @@ class Biographer:
             is_again=self._is_preempted,
         )
 
-    # -- what a step is accounted to -------------------------------------------------------------
+    # -- the link that accounts for a step --------------------------------------------------------
 
-    def _deed(self, seen: Seen, sequence: SequenceState) -> Iterator[links.AnyLife]:
-        """What it did, or why it did nothing; silent if it was preempted, which says it all."""
-        schedule = seen.schedule
-        if schedule is None or seen.is_broken:
-            error = None if seen.error is None else seen.error.error_type
-            yield links.Broken(**self._span(seen, seen.error or seen.ending), error=error)
+    def _activity(self, facts: RequestStep, sequence: SequenceState) -> Iterator[links.AnyLife]:
+        """What it computed, or why it did not; nothing if it was preempted, which has a link."""
+        schedule = facts.schedule
+        if schedule is None or facts.is_broken:
+            error = None if facts.error is None else facts.error.error_type
+            yield links.Broken(**self._span(facts, facts.error or facts.ending), error=error)
             return
         decode_ids, prefill_ids = rows_of(schedule)
         batch = len(schedule.seq_ids), len(schedule.seq_ids)
-        if seen.seq_id in prefill_ids and not isinstance(schedule, ev.ScheduleDecode):
-            yield self._prefilled(seen, schedule, batch)
-        elif seen.seq_id in decode_ids:
+        if facts.seq_id in prefill_ids and not isinstance(schedule, ev.ScheduleDecode):
+            yield self._prefilled(facts, schedule, batch)
+        elif facts.seq_id in decode_ids:
             self._compute(self._num_computed + 1)
-            yield links.Decoded(**self._span(seen, schedule), batch=batch)
+            yield links.Decoded(**self._span(facts, schedule), batch=batch)
         elif sequence.status not in {"WAITING", "FINISHED"}:
             is_running = sequence.status == "RUNNING"
             reason = idle_reason(schedule) if is_running else sequence.status
-            yield links.Idled(**self._span(seen, schedule), reason=reason, batch=batch)
-        elif seen.preempt is None:
-            yield self._waited(seen)
+            yield links.Idled(**self._span(facts, schedule), reason=reason, batch=batch)
+        elif facts.preempt is None:
+            yield self._waited(facts)
 
     def _prefilled(
-        self, seen: Seen, schedule: ev.SchedulePrefill | ev.ScheduleMixed, batch: links.Span
+        self, facts: RequestStep, schedule: ev.SchedulePrefill | ev.ScheduleMixed, batch: links.Span
     ) -> links.Prefilled:
-        row = schedule.seq_ids.index(seen.seq_id)
+        row = schedule.seq_ids.index(facts.seq_id)
         first = schedule.num_computed_tokens[row]
         end = first + schedule.num_scheduled_tokens[row]
         num_again = max(min(end, self._num_ever_computed) - first, 0)
         self._compute(end)
         return links.Prefilled(
-            **self._span(seen, schedule),
+            **self._span(facts, schedule),
             first_token=first,
             last_token=end - 1,
             num_total=self._num_to_prefill,
@@ -235,15 +238,15 @@ class Biographer:
             is_complete=end >= self._num_to_prefill,
         )
 
-    def _waited(self, seen: Seen) -> links.Waited:
-        stop, place = seen.stop, seen.place
+    def _waited(self, facts: RequestStep) -> links.Waited:
+        stop, place = facts.stop, facts.place
         return links.Waited(
-            **self._span(seen, stop or seen.schedule),
+            **self._span(facts, stop or facts.schedule),
             reason=None if stop is None else stop.reason,
             head_seq_id=None if stop is None else stop.seq_id,
             need=None if stop is None else (stop.need, stop.need),
             have=None if stop is None else (stop.have, stop.have),
-            whole=None if seen.whole is None else (seen.whole, seen.whole),
+            whole=None if facts.whole is None else (facts.whole, facts.whole),
             num_ahead=(place, place),
             is_preempted=self._is_preempted,
         )
@@ -252,19 +255,21 @@ class Biographer:
         self._num_computed = num_computed
         self._num_ever_computed = max(self._num_ever_computed, num_computed)
 
-    # -- places in time --------------------------------------------------------------------------
+    # -- steps and times of a link ----------------------------------------------------------------
 
-    def _span(self, seen: Seen, proof: ev.Event | None) -> dict[str, Any]:
-        """A step of its life: it accounts for the time since the last thing that did."""
-        num_ns = self._time_until(seen.end_ns)
-        return _moment(seen, proof) | {"num_steps": 1, "time_ns": num_ns}
+    def _span(self, facts: RequestStep, proof: ev.Event | None) -> dict[str, Any]:
+        """The common fields of a link that accounts for the time since the last such link."""
+        num_ns = self._time_until(facts.end_ns)
+        return _moment(facts, proof) | {"num_steps": 1, "time_ns": num_ns}
 
     def _time_until(self, now_ns: int) -> int:
         num_ns, self._mark_ns = now_ns - self._mark_ns, now_ns
         return num_ns
 
 
-def _moment(seen: Seen, proof: ev.Event | None, others: list[int] | None = None) -> dict[str, Any]:
-    """Where a link stands, and its proof."""
+def _moment(
+    facts: RequestStep, proof: ev.Event | None, others: list[int] | None = None
+) -> dict[str, Any]:
+    """The common fields of a link: its step, and the events that prove it."""
     event_ids = [*(others or []), *([] if proof is None else [proof.event_id])]
-    return {"first_step": seen.step, "last_step": seen.step, "event_ids": tuple(event_ids)}
+    return {"first_step": facts.step, "last_step": facts.step, "event_ids": tuple(event_ids)}

@@ -1,4 +1,4 @@
-"""Links: what an explanation is made of. Each is one fact with its numbers and its proof.
+"""Links: the parts of an explanation. Each is one fact, its numbers, and the events that prove it.
 
     a request   Queued -> Waited ... -> Admitted -> Prefilled ... -> Decoded ... -> Ended
                               ^                                         |
@@ -6,7 +6,7 @@
     a step      Came, Chosen, Computed, Left, Joined, Aside, Stopped, Ran, Paced, Finished ...
 
 Facts and reason codes only, no prose. As JSON a link is an object whose "kind" is its class's name
-in small letters. Does not know how a chain is found (`request.py`, `step.py`).
+in lower case. `request.py` and `step.py` build the chains.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import msgspec
 from nvtrace.events import Phase, Status  # noqa: TC001 - msgspec reads the annotations
 
 Span = tuple[int, int]
-"""The least and the most of a number over a link's steps."""
+"""The smallest and the largest value of a number over a link's steps."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """What all links share.
+    """The fields of all links.
 
     Attributes:
-        first_step, last_step: the engine steps it is about; of what happened between two steps,
-            the one before (0 if there was none).
-        num_steps: steps of the request's life that it accounts for. 0 for a moment.
-        time_ns: the share of the request's life that it accounts for.
+        first_step, last_step: the engine steps it is about; the step before (0 if there was none)
+            for an event between two steps.
+        num_steps: steps of the request that it accounts for; 0 for a single event.
+        time_ns: time of the request that it accounts for.
         event_ids: the events that prove it.
     """
 
@@ -48,7 +48,7 @@ def kind_of(link: Link) -> str:
 
 
 class Queued(Link, frozen=True, kw_only=True):
-    """It arrived, and joined the waiting queue's tail."""
+    """It arrived and was added to the waiting queue."""
 
     prompt_len: int
     max_tokens: int
@@ -56,14 +56,14 @@ class Queued(Link, frozen=True, kw_only=True):
 
 
 class Waited(Link, frozen=True, kw_only=True):
-    """It sat in the waiting queue while steps went by.
+    """It was in the waiting queue during these steps.
 
     Attributes:
-        reason: why the queue's head was not admitted (ADMISSION_STOP); None if nobody said so.
-        head_seq_id: the head that the reason is about: itself, or who it waits behind.
-        need, have: what the head needs, and what there is of it.
-        whole: what it would need if the prefix cache had nothing of it; None if the cache has
-            nothing, or this is no matter of pages or tokens.
+        reason: why the queue's head was not admitted (ADMISSION_STOP's); None without that event.
+        head_seq_id: the queue's head, which may be the request itself.
+        need, have: the blocks or tokens that the head needs, and those that there are.
+        whole: what it would need without the prefix cache; None if the cache has nothing of it, or
+            if it needs neither blocks nor tokens.
         num_ahead: requests before it in the queue.
         is_preempted: has it been admitted before?
     """
@@ -78,14 +78,14 @@ class Waited(Link, frozen=True, kw_only=True):
 
 
 class Admitted(Link, frozen=True, kw_only=True):
-    """It moved to the running queue, and got its pages.
+    """It was moved to the running queue and got its blocks.
 
     Attributes:
-        num_tokens: tokens it has, to be computed unless the prefix cache has them.
+        num_tokens: its tokens, to be computed unless the prefix cache has them.
         num_cached_tokens: of them, those that the prefix cache had.
-        num_shared_blocks: cached pages that others hold as well; `shared_with`, by whom.
-        num_revived_blocks: cached pages that nobody held any more; `left_by`, who computed them.
-        num_new_blocks: empty pages.
+        num_shared_blocks: cached blocks that other requests use as well: `shared_with`.
+        num_revived_blocks: cached blocks that were free; `left_by`: requests that computed them.
+        num_new_blocks: empty blocks.
         is_again: was it preempted before?
     """
 
@@ -104,8 +104,7 @@ class Prefilled(Link, frozen=True, kw_only=True):
 
     Attributes:
         first_token, last_token: positions computed now.
-        num_total: tokens there are to compute; what it had generated before a preemption is among
-            them.
+        num_total: tokens to compute, those generated before a preemption included.
         num_recomputed: of those computed now, tokens that had been computed before.
         batch: sequences in the step, itself included.
         is_complete: was everything computed by the end, so that a token was sampled?
@@ -120,7 +119,7 @@ class Prefilled(Link, frozen=True, kw_only=True):
 
 
 class Decoded(Link, frozen=True, kw_only=True):
-    """It got one token in each of the steps. `batch`: sequences in a step, itself included."""
+    """One token was sampled in each step. `batch`: sequences in a step, itself included."""
 
     batch: Span
 
@@ -129,9 +128,9 @@ class Idled(Link, frozen=True, kw_only=True):
     """It was running, but not in the batch.
 
     Attributes:
-        reason: "prefills_first" (the step computed prompts only) or "token_budget" (the budget was
-            used up before its turn came); or the request's status, if it is not known here.
-        batch: sequences in the step instead.
+        reason: "prefills_first" (the step computed prompts only) or "token_budget" (others used up
+            the budget); or the request's status, if that is unknown.
+        batch: sequences in the step.
     """
 
     reason: str
@@ -139,12 +138,12 @@ class Idled(Link, frozen=True, kw_only=True):
 
 
 class Preempted(Link, frozen=True, kw_only=True):
-    """It gave up its pages, so that another (or, if nobody else was left, the rest) could go on.
+    """It was preempted: its blocks were released for another request, or for itself if it was last.
 
     Attributes:
-        num_blocks_held: its pages.
-        kept_by: who uses those of them that did not become free.
-        is_prefilling: did it strike before all its tokens were computed?
+        num_blocks_held: its blocks before.
+        kept_by: requests that use those of them that did not become free.
+        is_prefilling: was it still computing its prompt?
     """
 
     seq_id: int
@@ -157,7 +156,7 @@ class Preempted(Link, frozen=True, kw_only=True):
 
 
 class Broken(Link, frozen=True, kw_only=True):
-    """The step was broken off by an exception; `error` is its type, None if nobody said so."""
+    """An exception ended the step; `error` is its type, None if it was not recorded."""
 
     error: str | None
 
@@ -168,7 +167,7 @@ class Ended(Link, frozen=True, kw_only=True):
     Attributes:
         reason: the code of its STATE_TRANSITION; "aborted" also after an error.
         token_id: its last token; None if it has none, or after an error.
-        is_between: between two steps?
+        is_between: did it end between two steps?
     """
 
     reason: str
@@ -179,7 +178,7 @@ class Ended(Link, frozen=True, kw_only=True):
 
 
 class Unended(Link, frozen=True, kw_only=True):
-    """The trace ends, and it has not."""
+    """It had not ended when the trace ends."""
 
     status: Status
     num_completion_tokens: int
@@ -192,10 +191,9 @@ AnyLife = (
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went: the four add up to the whole.
+    """A request's time in four parts.
 
-    As `nvtrace.metrics` defines them, but with the time back in the waiting queue taken out of
-    prefill and decode.
+    As `nvtrace.metrics` defines them, but prefill and decode without the time preempted.
     """
 
     queue_ns: int
@@ -210,7 +208,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStory(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="request"):
-    """A request explained. `times` is None if only a part of its life was asked for."""
+    """A request explained. `times` is None if only one step was asked for."""
 
     seq_id: int
     prompt_len: int
@@ -229,22 +227,22 @@ class Came(Link, frozen=True, kw_only=True):
 
 
 class Chosen(Link, frozen=True, kw_only=True):
-    """What the step was to compute, and the policy's reason."""
+    """The phase of the step, and the policy's reason."""
 
     phase: Phase
     reason: str
 
 
 class Computed(Link, frozen=True, kw_only=True):
-    """The batch: who, how much, of how much.
+    """The batch: its requests and tokens, and the budget.
 
     Attributes:
-        decode_ids, prefill_ids: who got one token, and who computed (a chunk of) a prompt.
-        num_tokens, token_budget: tokens computed, and how many it might have been.
+        decode_ids, prefill_ids: requests that decode, and those that compute (a chunk of) a prompt.
+        num_tokens, token_budget: tokens computed, and the most allowed.
         num_cached_tokens: tokens of its prompts that were in the prefix cache.
-        num_waiting, num_running: the queues after the decision.
-        before_step, before_batch: the step that decoded last, and the sequences it decoded. None
-            if there was none, or if this step decodes nobody.
+        num_waiting, num_running: lengths of the queues after the schedule.
+        before_step, before_batch: the last step that decoded, and how many requests it decoded;
+            None if there was none, or if this step decodes none.
     """
 
     decode_ids: tuple[int, ...]
@@ -259,7 +257,7 @@ class Computed(Link, frozen=True, kw_only=True):
 
 
 class Left(Link, frozen=True, kw_only=True):
-    """These were decoded the last time, and are not now.
+    """These were decoded in the last step that decoded, and are not now.
 
     Attributes:
         reason: the code of their end, "preempted", or "token_budget".
@@ -270,11 +268,11 @@ class Left(Link, frozen=True, kw_only=True):
 
 
 class Joined(Link, frozen=True, kw_only=True):
-    """These are decoded now, and were not the last time.
+    """These are decoded now, and were not in the last step that decoded.
 
     Attributes:
-        reason: "prefilled", "recomputed" (after a preemption), or "token_budget" (it had left no
-            room for them).
+        reason: "prefilled", "recomputed" (after a preemption), or "token_budget" (there was none
+            left for them before).
     """
 
     seq_ids: tuple[int, ...]
@@ -282,17 +280,17 @@ class Joined(Link, frozen=True, kw_only=True):
 
 
 class Aside(Link, frozen=True, kw_only=True):
-    """These are running, and not in the batch. `reason`: as Idled has it."""
+    """These are running, but not in the batch. `reason`: see Idled."""
 
     seq_ids: tuple[int, ...]
     reason: str
 
 
 class Stopped(Link, frozen=True, kw_only=True):
-    """Nobody else was admitted: what the waiting queue's head needs, and what there was of it.
+    """No other request was admitted: what the waiting queue's head needs, and what there was.
 
     Attributes:
-        whole: as Waited has it.
+        whole: see Waited.
     """
 
     head_seq_id: int
@@ -317,7 +315,7 @@ class Replayed(Link, frozen=True, kw_only=True):
     """The decode was launched as one CUDA graph; rows beyond the batch are padding.
 
     Attributes:
-        late_reason: why it was not launched ahead; None if it was.
+        late_reason: why it was not run ahead; None if it was.
     """
 
     batch_size: int
@@ -328,27 +326,27 @@ class Replayed(Link, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step: its time, and the median of that part over the other steps of its class."""
+    """A part of a step: its time, and the median of that part over the other steps of its group."""
 
     time_ns: int
     median_ns: float | None
 
 
 class Paced(Link, frozen=True, kw_only=True):
-    """How long the step took, beside the others of its class.
+    """How long the step took, beside the others of its group.
 
     Attributes:
-        phase, graph_batch_size, bucket: the class. Steps of a phase that replay a graph of the
+        phase, graph_batch_size, bucket: the group. Steps of a phase that replay a graph of the
             same size; or else those that compute up to `bucket` tokens (a power of two).
         wall_ns: the host's time.
         median_ns: the median of the others; None if there are none.
-        limit_ns: the most that is usual among them (`Distribution.usual_limit`).
-        num_others: how many there are.
-        is_first: is it the first of them all? The first replay of a graph, or the first call of a
-            kernel, costs more than the next.
-        is_slow: more than that.
+        limit_ns: above this a step is slow (`Distribution.usual_limit`).
+        num_others: number of other steps.
+        is_first: is it the first of its group? The first replay of a graph, or the first call of a
+            kernel, takes longer than the next.
+        is_slow: did it take longer than `limit_ns`?
         grown: the part that made it slow: schedule, prepare, forward, sample, postprocess or gpu.
-        parts: each part's time, and its median.
+        parts: the time of each part, and its median.
     """
 
     phase: Phase
@@ -365,7 +363,7 @@ class Paced(Link, frozen=True, kw_only=True):
 
 
 class Finished(Link, frozen=True, kw_only=True):
-    """These ended with it."""
+    """These ended in the step."""
 
     seq_ids: tuple[int, ...]
     reason: str

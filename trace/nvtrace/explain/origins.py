@@ -1,7 +1,6 @@
-"""Follower: the engine's state beside its trace, step by step, and where shared pages come from.
+"""Origins: the fold, with the request that computed each hashed block and those that share it.
 
-Knows when a step is over, and who holds or computed a page. Does not know what is explained with
-it. Forgets requests that have ended, so that a long trace is followed in little memory.
+Requests that have ended are forgotten, so that a long trace is followed in bounded memory.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class NotInTraceError(ValueError):
-    """The trace does not have the request, or the step, that is asked for."""
+    """The trace does not have the request or the step that is asked for."""
 
 
 @dataclass(slots=True)
 class Sources:
-    """Where the pages of one request came from when it was admitted."""
+    """Where a request's blocks came from at its admission."""
 
     num_shared: int = 0
     shared_with: set[int] = field(default_factory=set)
@@ -35,10 +34,11 @@ class Sources:
 
 
 class BlockOrigins(StepFold):
-    """The state after each event, and who computed or shares a block.
+    """The state after each event, and the requests that computed or share a block.
 
     Attributes:
-        released: of those that gave up their blocks last: how many, and who still uses some.
+        released: of the last BLOCKS_RELEASE, for each request: how many blocks it released, and the
+            requests that still use some of them.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class BlockOrigins(StepFold):
                     self.released[seq_id] = len(held), tuple(sorted(kept))
 
     def note_sources(self, event: ev.AnyEvent, seq_id: int, sources: Sources) -> None:
-        """Add what a page event, not yet applied, says of `seq_id`."""
+        """Add the blocks that `seq_id` gets by an event that is not yet applied."""
         if not isinstance(event, ev.BlocksShare | ev.BlocksRevive | ev.BlocksAllocate):
             return
         if seq_id not in event.seq_ids:
@@ -86,7 +86,7 @@ class BlockOrigins(StepFold):
                 sources.num_new += len(block_ids)
 
     def _holders(self, block_ids: set[int]) -> set[int]:
-        """Who holds any of the pages."""
+        """The running requests that hold any of the blocks."""
         return {
             seq_id
             for seq_id in self.state.running
@@ -95,7 +95,7 @@ class BlockOrigins(StepFold):
 
 
 def rows_of(schedule: ev.Schedule) -> tuple[list[int], list[int]]:
-    """The batch in two: those who get one token, and those who compute (a chunk of) a prompt."""
+    """The batch in two: requests that decode, and those that compute (a chunk of) a prompt."""
     match schedule:
         case ev.ScheduleDecode():
             return schedule.seq_ids, []
@@ -106,9 +106,9 @@ def rows_of(schedule: ev.Schedule) -> tuple[list[int], list[int]]:
 
 
 def whole_need(stop: ev.AdmissionStop, state: State) -> int | None:
-    """What the queue's head would need if the prefix cache had nothing of it.
+    """What the queue's head would need without the prefix cache.
 
-    None if the cache has nothing of it, or if what it needs is neither pages nor tokens.
+    None if the cache has nothing of it, or if it needs neither blocks nor tokens.
     """
     num_tokens = len(state.sequences[stop.seq_id].token_ids)
     match stop.reason:
@@ -122,11 +122,11 @@ def whole_need(stop: ev.AdmissionStop, state: State) -> int | None:
 
 
 def given_back(event: ev.Preempt, released: tuple[int, tuple[int, ...]] | None) -> dict[str, Any]:
-    """Of a link about a preemption, what it says of pages.
+    """The fields about blocks of a link about a preemption.
 
     Args:
         event: the preemption.
-        released: as `Follower` has it, of the request that gave way.
+        released: the preempted request's entry in `BlockOrigins.released`.
     """
     num_held, kept_by = released or (event.num_blocks_freed, ())
     num_freed = event.num_blocks_freed
@@ -134,7 +134,7 @@ def given_back(event: ev.Preempt, released: tuple[int, tuple[int, ...]] | None) 
 
 
 def idle_reason(schedule: ev.Schedule) -> str:
-    """Why somebody who is running is not in the batch."""
+    """Why a running request is not in the batch."""
     return "prefills_first" if isinstance(schedule, ev.SchedulePrefill) else "token_budget"
 
 

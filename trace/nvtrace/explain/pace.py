@@ -1,14 +1,11 @@
-"""Pace: how long steps of a class take, and whether one of them was slow.
+"""Pace: how long steps of a group take, and whether one of them was slow.
 
-A class is a phase and the CUDA graph's size; without a graph, a phase and the tokens computed,
-rounded up to a power of two. A step is slow if it took longer than is usual among the other steps
-of its class: more than HIGH_FACTOR times their median, and farther above it than HIGH_QUARTILES
-times the distance between their median and their upper quartile, so that on a noisy machine only
-what stands out of the noise is slow (`Distribution.usual_limit`). It is laid to the part that grew
-most over its own median; to the GPU, if that grew by at least half of what the step did, since the
-host then only waited for it.
-
-Knows times. Does not know what a step computed, or why.
+A group is a phase and the CUDA graph's size; without a graph, a phase and the tokens computed,
+rounded up to a power of two. A step is slow if it took more than HIGH_FACTOR times the median of
+the other steps of its group, and is farther above it than HIGH_QUARTILES times the distance from
+their median to their upper quartile, so that noise alone makes no step slow
+(`Distribution.usual_limit`). The part that grew most over its own median is given as the cause; the
+GPU, if its time grew by at least half of the step's growth, since the host then waited for it.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ PARTS = (*HOST_PARTS, "gpu")
 
 
 @dataclass(frozen=True, slots=True)
-class StepClass:
-    """Steps that should take about as long as one another.
+class StepGroup:
+    """Steps that should take about the same time.
 
     Attributes:
         phase: prefill, decode or mixed.
@@ -42,45 +39,43 @@ class StepClass:
     bucket: int | None
 
     @classmethod
-    def of(cls, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> StepClass:
-        """The class of a step, from its end and, if there was one, its replay."""
+    def of(cls, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> StepGroup:
+        """The group of a step, from its end and, if there was one, its replay."""
         if replay is not None:
             return cls(end.batch_phase, replay.graph_batch_size, None)
         return cls(end.batch_phase, None, 1 << max(end.num_batched_tokens - 1, 0).bit_length())
 
 
 class Pace:
-    """Takes in every step's end; memory grows with the number of classes only.
+    """Takes in every step's end; memory grows only with the number of groups.
 
     Args:
-        step: the one to compare with all others.
+        step: the step to compare with the others.
     """
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._times: dict[StepClass, dict[str, Distribution]] = {}
-        self._own: tuple[StepClass, ev.StepEnd, bool] | None = None
+        self._times: dict[StepGroup, dict[str, Distribution]] = {}
+        self._own: tuple[StepGroup, ev.StepEnd, bool] | None = None
 
     def take(self, end: ev.StepEnd, replay: ev.CudagraphReplay | None) -> None:
         """Take in a step's end."""
-        step_class = StepClass.of(end, replay)
+        group = StepGroup.of(end, replay)
         if end.step == self._step:
-            self._own = step_class, end, step_class not in self._times
+            self._own = group, end, group not in self._times
             return
-        times = self._times.setdefault(
-            step_class, {name: Distribution() for name in ("wall", *PARTS)}
-        )
+        times = self._times.setdefault(group, {name: Distribution() for name in ("wall", *PARTS)})
         for name, distribution in times.items():
             value = getattr(end, f"{name}_ns")
             if value is not None:
                 distribution.add(value)
 
     def verdict(self) -> Paced | None:
-        """The step beside the others; None if it did not end."""
+        """The step compared with the others; None if it did not end."""
         if self._own is None:
             return None
-        step_class, end, is_first = self._own
-        times = self._times.get(step_class, {})
+        group, end, is_first = self._own
+        times = self._times.get(group, {})
         medians = {name: _median(times.get(name)) for name in ("wall", *PARTS)}
         median_ns = medians["wall"]
         limit_ns = times["wall"].usual_limit() if times else None
@@ -95,9 +90,9 @@ class Pace:
             first_step=self._step,
             last_step=self._step,
             event_ids=(end.event_id,),
-            phase=step_class.phase,
-            graph_batch_size=step_class.graph_batch_size,
-            bucket=step_class.bucket,
+            phase=group.phase,
+            graph_batch_size=group.graph_batch_size,
+            bucket=group.bucket,
             wall_ns=end.wall_ns,
             median_ns=median_ns,
             limit_ns=limit_ns,
@@ -115,7 +110,7 @@ def _median(distribution: Distribution | None) -> float | None:
 
 
 def _grown(parts: dict[str, Part], growth_ns: float) -> str:
-    """The part that made a step slow by `growth_ns`."""
+    """The part that made the step `growth_ns` slower than the median."""
     growth = {name: part.time_ns - (part.median_ns or 0) for name, part in parts.items()}
     if "gpu" in growth and 2 * growth["gpu"] >= growth_ns:
         return "gpu"

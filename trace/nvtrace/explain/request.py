@@ -1,10 +1,10 @@
-r"""The chain of one request: what it did in each step of its life, and why.
+r"""The chain of one request: what it did in each step, and why.
 
     arrival | waited waited ADMITTED prefilled | decoded idled decoded PREEMPTED waited ... | end
               \_______________ each step is accounted for exactly once ________________/
 
-Knows where in a trace a request's life begins and ends, and reads no further. Does not know what an
-event means for it (`life.py`), or what its times are made of (`nvtrace.metrics`).
+A trace is read only up to the request's end. `life.py` turns the events of a step into links;
+`nvtrace.metrics` defines the times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nvtrace import events as ev
 from nvtrace.explain import links
 from nvtrace.explain.folding import fold
-from nvtrace.explain.life import Biographer, Seen
+from nvtrace.explain.life import ChainBuilder, RequestStep
 from nvtrace.explain.origins import BlockOrigins, EventErrors, NotInTraceError
 from nvtrace.measure import Measure
 from nvtrace.replay import events_of
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def explain_request(
     records: Iterable[Record], seq_id: int, step: int | None = None
 ) -> links.RequestStory:
-    """Explain a request's life, or what it did in one step.
+    """Explain a request from arrival to end, or what it did in one step.
 
     Args:
         records: what `read_trace` yields. They are read as far as the request's end.
         seq_id: the request.
-        step: only what is about this step; None for the whole life, with equal steps folded.
+        step: only links about this step; None for all, with equal steps folded.
 
     Raises:
         NotInTraceError: no such request, or it was not there in that step.
@@ -47,7 +47,7 @@ def explain_request(
             break
     life.close()
     if life.arrival is None:
-        raise NotInTraceError(life.who_there_is())
+        raise NotInTraceError(life.no_such_request())
     chain = life.chain if step is None else life.links_of(step)
     return links.RequestStory(
         seq_id=seq_id,
@@ -59,12 +59,12 @@ def explain_request(
 
 
 class _Life:
-    """Takes in a trace, and keeps what it says of one request.
+    """Takes in a trace, and keeps what is about one request.
 
     Attributes:
         fold: the engine's state.
         chain: the links so far, each about one step.
-        arrival: how it came; None before.
+        arrival: its REQUEST_ENQUEUE; None before.
         is_over: has it ended, and the step in which it did?
     """
 
@@ -74,8 +74,8 @@ class _Life:
         self.chain: list[links.AnyLife] = []
         self.arrival: ev.RequestEnqueue | None = None
         self.is_over = False
-        self._biographer: Biographer | None = None
-        self._seen: Seen | None = None  # of the current step
+        self._builder: ChainBuilder | None = None
+        self._facts: RequestStep | None = None  # of the current step
         self._last: ev.AnyEvent | None = None
         self._now_ns = 0
         self._measure = Measure()
@@ -85,7 +85,7 @@ class _Life:
         self._num_refused = 0
 
     def take(self, event: ev.AnyEvent) -> None:
-        """Take in one event; none any more once the life is over.
+        """Take in one event; ignored once the request has ended.
 
         Raises:
             InconsistentTraceError: it cannot follow from those before it.
@@ -96,11 +96,11 @@ class _Life:
             return
         self._last, self._now_ns = event, event.ts_ns
         with EventErrors(event):
-            if event.step is not None and self._biographer is not None:
-                self._seen = self._seen or Seen(self.seq_id, event.step)
-                self.fold.note_sources(event, self.seq_id, self._seen.sources)
+            if event.step is not None and self._builder is not None:
+                self._facts = self._facts or RequestStep(self.seq_id, event.step)
+                self.fold.note_sources(event, self.seq_id, self._facts.sources)
                 self.fold.apply(event)
-                self._seen.note(event, self.fold)
+                self._facts.note(event, self.fold)
             else:
                 self.fold.apply(event)
                 self._note_between(event)
@@ -108,18 +108,18 @@ class _Life:
             self._metrics = metrics if metrics.seq_id == self.seq_id else self._metrics
 
     def close(self) -> None:
-        """There is no more to take in."""
+        """Finish the chain at the end of the trace."""
         self._end_step()
-        if self._biographer is not None and self._last is not None and not self.is_over:
+        if self._builder is not None and self._last is not None and not self.is_over:
             sequence = self.fold.state.sequences[self.seq_id]
-            unended = self._biographer.unended(self._last, self.fold.step.index, sequence)
+            unended = self._builder.unended(self._last, self.fold.step.index, sequence)
             self.chain.append(unended)
 
     def links_of(self, step: int) -> list[links.AnyLife]:
-        """What is about one step, and not about the time after it.
+        """The links about one step, without those about the time after it.
 
         Raises:
-            NotInTraceError: it was not there.
+            NotInTraceError: the request did not exist in that step.
         """
         found = [link for link in self.chain if link.first_step == step and not _is_between(link)]
         if not found:
@@ -127,7 +127,7 @@ class _Life:
         return found
 
     def times(self) -> links.Times:
-        """Where its time went. If it has not ended, as if the trace's end were its end."""
+        """Its times; up to the trace's end if it has not ended."""
         metrics = self._metrics
         if metrics is None:
             (metrics,) = self._measure.apply(_end_of(self.seq_id, self._now_ns))
@@ -138,8 +138,8 @@ class _Life:
             preempted_ns=metrics.request_preempted_time_ns,
         )
 
-    def who_there_is(self) -> str:
-        """A sentence about a request that is not there."""
+    def no_such_request(self) -> str:
+        """The message that there is no such request."""
         known = " to ".join(map(str, self._known))
         text = f"no request {self.seq_id} in the trace: it has {known or 'none'}"
         last = self._last_refused
@@ -153,21 +153,21 @@ class _Life:
     # -- inside ----------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        """The step is over: what it said becomes links."""
-        seen, self._seen = self._seen, None
-        if seen is None or self._biographer is None or self._last is None:
+        """Turn the events of the step, which is over, into links."""
+        facts, self._facts = self._facts, None
+        if facts is None or self._builder is None or self._last is None:
             return
         with EventErrors(self._last):
-            self.chain += self._biographer.step(seen, self.fold)
-        self.is_over = seen.ending is not None
+            self.chain += self._builder.step(facts, self.fold)
+        self.is_over = facts.ending is not None
 
     def _note_between(self, event: ev.AnyEvent) -> None:
-        """What happens between two steps, or before it comes."""
+        """Take in an event between two steps, or before the arrival."""
         step = self.fold.step.index
         match event:
             case ev.RequestEnqueue() if event.seq_id == self.seq_id:
-                self.arrival, self._biographer = event, Biographer(event, step)
-                self.chain.append(self._biographer.queued)
+                self.arrival, self._builder = event, ChainBuilder(event, step)
+                self.chain.append(self._builder.queued)
             case ev.RequestEnqueue():
                 self._known = [*self._known[:1], event.seq_id]
             case ev.RequestRefused():
@@ -179,10 +179,10 @@ class _Life:
                 self._end_between(event)
 
     def _end_between(self, event: ev.StateTransition | ev.EngineReset) -> None:
-        if self._biographer is not None:
+        if self._builder is not None:
             sequence = self.fold.state.sequences[self.seq_id]
             step = self.fold.step.index
-            self.chain.append(self._biographer.ended(event, step, sequence, is_between=True))
+            self.chain.append(self._builder.ended(event, step, sequence, is_between=True))
             self.is_over = True
 
 
@@ -191,7 +191,7 @@ def _is_between(link: links.AnyLife) -> bool:
 
 
 def _end_of(seq_id: int, now_ns: int) -> ev.StateTransition:
-    """An end that the trace does not have."""
+    """An event for the end of a request that has none in the trace."""
     return ev.StateTransition(
         event_id=0,
         ts_ns=now_ns,

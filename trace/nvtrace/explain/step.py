@@ -1,10 +1,10 @@
-"""The chain of one step: why it was what it was, and why it took as long.
+"""The chain of one step: why it had this batch, and why it took this long.
 
     step 176   decode [0 1]          0 ends: eos
     step 177   decode [1]            Left: 0, since it ended in step 176
 
-Knows which events tell what of a step; what is decoded is compared with the step that decoded last.
-Does not know times (`pace.py`).
+Requests that decode are compared with those of the last step that decoded. `pace.py` compares the
+times.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def explain_step(records: Iterable[Record], step: int) -> links.StepStory:
     """Explain one step.
 
     Args:
-        records: what `read_trace` yields. All are read: the other steps' times are the measure of
-            this one's.
+        records: what `read_trace` yields. All are read, since the step's time is compared with the
+            other steps'.
         step: its engine_step.
 
     Raises:
@@ -67,7 +67,7 @@ def explain_step(records: Iterable[Record], step: int) -> links.StepStory:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Why somebody is, or is not, decoded: since which step, as which event says."""
+    """Why a request is, or is not, decoded: the reason, the step and the event of the change."""
 
     reason: str
     step: int
@@ -76,7 +76,7 @@ class _Change:
 
 @dataclass(slots=True)
 class _Before:
-    """The step that decoded last, and what has changed since then."""
+    """The last step that decoded, and what has changed since then."""
 
     schedule: ev.Schedule | None = None
     gone: dict[int, _Change] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Watch:
     """Takes in a trace up to the end of one step.
 
     Attributes:
-        before: what is known of the steps before it.
+        before: the last step before it that decoded.
         running: the running queue after the decision.
     """
 
@@ -96,26 +96,26 @@ class _Watch:
         self.before = _Before()
         self.running: list[int] = []
         self.num_ranks = 1
-        self.is_led = False  # a rank above 0 says what it computed, and no more
+        self.is_led = False  # a rank above 0 records only what it computed
         self.replay_before: ev.CudagraphReplay | None = None  # of the step before, if it had one
-        self.num_prefill_tokens: dict[int, int] = {}  # of those preempted in it
-        self.given_back: dict[int, dict[str, Any]] = {}  # the same; facts of their links
+        self.num_prefill_tokens: dict[int, int] = {}  # of the requests preempted in it
+        self.given_back: dict[int, dict[str, Any]] = {}  # of the same: fields of their links
         self.whole: int | None = None  # what its stop's request would need without the cache
         self._fold = BlockOrigins()
         self._is_past = False
 
     @property
     def events(self) -> list[ev.Event]:
-        """The step's own; none before it has begun."""
+        """The events of the step; none before it has begun."""
         return self._fold.step.events if self._fold.step.index == self.step else []
 
     @property
     def arrivals(self) -> list[ev.RequestEnqueue]:
-        """Since the step before."""
+        """Requests that arrived since the step before."""
         return [e for e in self._fold.step.before if isinstance(e, ev.RequestEnqueue)]
 
     def take(self, event: ev.AnyEvent) -> None:
-        """Take in one event; none any more after the step.
+        """Take in one event; ignored after the step.
 
         Raises:
             InconsistentTraceError: it cannot follow from those before it.
@@ -161,7 +161,7 @@ class _Watch:
                 self._note_change(event)
 
     def _note_prompts(self, event: ev.SchedulePrefill | ev.ScheduleMixed) -> None:
-        """Whose prompt is complete with this step can be decoded from the next one on."""
+        """Note the requests whose prompt is complete after this step; they can decode next."""
         _, prefill_ids = rows_of(event)
         for row, seq_id in enumerate(event.seq_ids):
             sequence = self._fold.state.sequences[seq_id]
@@ -187,7 +187,7 @@ class _Watch:
 
 
 def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
-    """Who came; what was decided; who was kept out, and how it ran; who ended; how long."""
+    """Arrivals; the batch; preemptions, the stop, how it ran; ends; the time."""
     if watch.arrivals:
         seq_ids = tuple(event.seq_id for event in watch.arrivals)
         yield links.Came(**_place(watch, watch.arrivals), seq_ids=seq_ids)
@@ -207,7 +207,7 @@ def _chain(watch: _Watch, paced: links.Paced | None) -> Iterator[links.AnyStep]:
 
 
 def _fact(watch: _Watch, event: ev.Event) -> Iterator[links.AnyStep]:
-    """What one event says by itself."""
+    """The link of a single event."""
     place = _place(watch, [event])
     match event:
         case ev.Preempt():
@@ -244,7 +244,7 @@ def _fact(watch: _Watch, event: ev.Event) -> Iterator[links.AnyStep]:
 
 
 def _late_reason(watch: _Watch, event: ev.CudagraphReplay) -> links.LateReason:
-    """Why the engine did not begin this decode behind the one before."""
+    """Why the engine did not run ahead with this decode."""
     if watch.num_ranks > 1:
         return "ranks"
     if watch.replay_before is None:
@@ -256,7 +256,7 @@ def _late_reason(watch: _Watch, event: ev.CudagraphReplay) -> links.LateReason:
 
 
 def _decision(watch: _Watch, schedule: ev.Schedule) -> Iterator[links.AnyStep]:
-    """What is computed, for whom; and what has changed since the step that decoded last."""
+    """The batch, and how it differs from the last step that decoded."""
     decode_ids, prefill_ids = rows_of(schedule)
     place = _place(watch, [schedule])
     yield links.Chosen(**place, phase=schedule.phase, reason=schedule.reason)
@@ -286,13 +286,13 @@ def _decision(watch: _Watch, schedule: ev.Schedule) -> Iterator[links.AnyStep]:
 
 
 def _cached_now(schedule: ev.SchedulePrefill | ev.ScheduleMixed) -> Iterator[int]:
-    """Cached tokens of those admitted now: nothing else of them is computed yet."""
+    """Cached tokens of the requests admitted now: only their cached tokens are computed."""
     rows = zip(schedule.num_cached_tokens, schedule.num_computed_tokens, strict=True)
     return (num_cached for num_cached, num_computed in rows if num_cached == num_computed)
 
 
 def _changes(watch: _Watch, before: list[int], schedule: ev.Schedule) -> Iterator[links.AnyStep]:
-    """Who left the batch, and who joined it; those with the same reason together."""
+    """Requests that left or joined the batch, grouped by reason."""
     now = rows_of(schedule)[0]
     is_now, was_before = set(now), set(before)
     no_budget = _Change("token_budget", watch.step, schedule.event_id)
@@ -313,7 +313,7 @@ def _changes(watch: _Watch, before: list[int], schedule: ev.Schedule) -> Iterato
 
 
 def _ends(watch: _Watch) -> Iterator[links.Finished]:
-    """Who ended with the step; those with the same reason together."""
+    """Requests that ended in the step, grouped by reason."""
     groups: dict[str, list[ev.AnyEvent]] = {}
     seq_ids: dict[str, list[int]] = {}
     for event in watch.events:
@@ -330,6 +330,6 @@ def _ends(watch: _Watch) -> Iterator[links.Finished]:
 
 
 def _place(watch: _Watch, events: Iterable[ev.Event]) -> dict[str, Any]:
-    """A link about the step, proved by these events."""
+    """The common fields of a link about the step, with the events that prove it."""
     event_ids = tuple(event.event_id for event in events)
     return {"first_step": watch.step, "last_step": watch.step, "event_ids": event_ids}

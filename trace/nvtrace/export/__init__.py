@@ -6,12 +6,10 @@
     csv_tables.py       one file per kind of event          a folder
     parquet_tables.py   one data set per kind of event      a folder
 
-Every exporter takes records and streams: it keeps what is under way, never the trace. Text of a
-prompt is data everywhere: each format's own quoting carries it, and what is printed as lines is
-free of control characters. A trace's integers have up to 64 bits, signed or not, and whoever reads
-an export has other limits: each module writes what its format cannot hold as text, or refuses it.
-
-Knows formats. Does not know the command line, and needs neither the engine nor torch.
+Every exporter streams: it keeps unfinished requests and steps, never the trace. Text is quoted by
+each format's own rules, and text lines have no control characters. A trace's integers have up to 64
+bits, signed or unsigned: a module writes those that its format cannot hold as text, or refuses
+them. Needs neither the engine nor torch.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from typing import Any
 
 
 class ExportError(ValueError):
-    """The trace cannot be put into the format that was asked for."""
+    """The trace cannot be converted to the format."""
 
 
 def json_text(value: object) -> str:
-    """JSON on one line, in ASCII: whatever a trace holds, it moves no cursor and breaks no line."""
+    """JSON on one line, in ASCII, so that no text of a trace can act as a control character."""
     return _encode(value, ensure_ascii=True)
 
 
 def json_cell(value: object) -> str:
-    """JSON for a table's cell: text stays as it is."""
+    """JSON for a table's cell, not limited to ASCII."""
     return _encode(value, ensure_ascii=False)
 
 

@@ -4,10 +4,8 @@ A file with all events would have a hundred columns, nearly all empty in each ro
 RFC 4180's, in UTF-8; the first line names the columns. `rank` comes first. An empty cell is None,
 true and false are the bools, lists are JSON. Numbers have all their digits.
 
-Text is exported as it is. A spreadsheet takes a cell that begins with = for a formula: import
-foreign traces into one as text.
-
-Knows the csv module. Does not know what is in the tables (`tables.py`).
+Text is not changed. A spreadsheet takes a cell that begins with = for a formula: import the columns
+of a trace that you do not trust as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OTLP: a span per request, for OpenTelemetry collectors and what stands behind them.
+"""OTLP: a span per request, for OpenTelemetry collectors.
 
 Each line is one TracesData object in OTLP's JSON encoding, as its file format wants it
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter): a collector's `otlpjsonfile` receiver
@@ -9,8 +9,7 @@ have no name. As the conventions ask, no text of prompts or answers is exported.
     request 3   |----------------------------------------------|   a trace of its own
                    admitted    PREEMPT    resumed   first_token     events of the span
 
-Knows spans. Does not know what a request's metrics are (`nvtrace.measure`). A request that the
-trace leaves unfinished gets a span up to the last event, and says so.
+A request that has not ended gets a span up to the last event, marked as unfinished.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _INTERNAL = 1  # SPAN_KIND_INTERNAL: the model runs in the caller's process
 _STATUS_ERROR = 2
 _NS_PER_S = 1_000_000_000
 _OPERATION = "text_completion"
-FINISH_REASONS = {  # vLLM's and OpenAI's words for ours
+FINISH_REASONS = {  # our reasons -> vLLM's and OpenAI's
     "eos": "stop",
     "stop_token": "stop",
     "stop_string": "stop",
@@ -59,7 +58,7 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Request:
-    """What a span says besides the metrics."""
+    """The attributes and events of a span, besides the metrics."""
 
     arrival_ns: int
     attributes: dict[str, Any]
@@ -103,12 +102,12 @@ class Spans:
             yield self._line(metrics.seq_id, request, attributes, metrics.finished_ns, failure)
 
     def finish(self) -> Iterator[str]:
-        """The trace is over: lines for those that it leaves in a queue."""
+        """The lines of the requests that have not ended, at the end of the trace."""
         for seq_id, request in self._requests.items():
             attributes = request.attributes | {"nvtrace.is_unfinished": True}
             yield self._line(seq_id, request, attributes, self._now, None)
 
-    # -- what the trace says ---------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
     def _begin(self, header: Header) -> None:
         self._run_id, self._anchor_unix_ns = header.run_id, anchor_unix_ns(header)
@@ -220,7 +219,7 @@ class Spans:
 
 
 def _answer(metrics: RequestMetrics) -> dict[str, Any]:
-    """What is known of a request once it has ended."""
+    """The attributes of a request that has ended."""
     seconds = {
         "time_to_first_token": metrics.time_to_first_token_ns,
         "time_per_output_token": metrics.time_per_output_token_ns,
@@ -245,7 +244,7 @@ def _answer(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def anchor_unix_ns(header: Header) -> int:
-    """The Unix time of ts_ns = 0; the epoch itself if the header does not say."""
+    """The Unix time of ts_ns = 0; 0 if the header does not have it."""
     anchor = header.facts.clock.anchor_unix_ns
     if anchor is not None:
         return anchor

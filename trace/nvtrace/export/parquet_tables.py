@@ -10,7 +10,7 @@ The folders are Hive's partitions: run and rank are columns that come from the p
 again replaces its files and touches no other run's. Lists stay lists; what has no fixed shape
 (`TRACE_HEADER.config`) is JSON.
 
-Knows pyarrow, which is loaded at the first use. Does not know what is in the tables (`tables.py`).
+pyarrow is loaded at the first use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvtrace.envelope import Record
-    from nvtrace.export.tables import Column
+    from nvtrace.export.tables import TableColumn
 
 _PARTITIONS = {"run_id", "rank"}  # in the path, not in the file
 _ROWS_PER_GROUP = 4096
@@ -79,7 +79,7 @@ class _Part:
 
     Args:
         arrow: the module pyarrow.
-        file: to write to. No name of a data file: whoever queries passes over it.
+        file: the draft to write to; its name is not that of a data file, so queries skip it.
         table: the name of its table.
     """
 
@@ -126,7 +126,7 @@ class _Part:
             ) from error
 
 
-def _arrow_type(arrow: Any, column: Column) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _arrow_type(arrow: Any, column: TableColumn) -> Any:  # noqa: ANN401 - pyarrow has no types
     """As `int | None` -> int64, `list[list[str]]` -> list of lists of strings, a dict -> text."""
     if column.name == "seed":
         return arrow.uint64()  # a seed has all 64 bits; all other integers are signed

@@ -1,4 +1,4 @@
-"""Perfetto: a trace as a picture of time, for ui.perfetto.dev and chrome://tracing.
+"""Perfetto: a trace as a timeline, for ui.perfetto.dev and chrome://tracing.
 
     engine     steps      [ step 7 decode                                  ]
                           [schedule][prepare][   forward  ][sample][postpr.]
@@ -13,8 +13,7 @@ Arrows: from a wait to the steps that compute its prefill, chunk by chunk; and f
 request is preempted to its resumption. A GPU slice's length is measured; its place is not: it
 begins with its launch, or when the GPU is done with the step before.
 
-Knows which event draws what. Does not know the format's spelling (`trace_events.py`). One rank's
-trace makes one picture; times are the trace's own.
+One rank's trace makes one timeline, with the trace's own times. `trace_events.py` has the format.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
     Args:
         records: what `read_trace` yields.
     """
-    picture = Picture()
+    timeline = PerfettoTimeline()
     separator = ""
     for record in records:
         if isinstance(record, Header):
             facts = {"run_id": record.run_id, "created": record.created, "rank": record.rank}
             about = {"otherData": facts, "displayTimeUnit": "ms"}
             yield json_text(about)[:-1] + ',"traceEvents":['
-        for event in picture.take(record):
+        for event in timeline.take(record):
             yield separator + json_text(event)
             separator = ","
-    for event in picture.finish():
+    for event in timeline.finish():
         yield separator + json_text(event)
         separator = ","
     yield "]}"
@@ -97,14 +96,14 @@ class _Step:
     index: int
     start_ns: int
     schedule: ev.Schedule | None = None
-    parts: dict[str, ev.Event] = field(default_factory=dict)  # which event tells of which part
+    parts: dict[str, ev.Event] = field(default_factory=dict)  # part -> its event
     moments: list[tuple[int, ev.Event]] = field(default_factory=list)  # (time, event)
     preempted: list[tuple[int, int]] = field(default_factory=list)  # (time, arrow)
     chunks: list[tuple[int, bool]] = field(default_factory=list)  # (arrow, is it the last chunk?)
 
 
-class Picture:
-    """Draws a trace, record by record."""
+class PerfettoTimeline:
+    """Builds the timeline, record by record."""
 
     def __init__(self) -> None:
         self._out = TraceEvents()
@@ -120,12 +119,12 @@ class Picture:
             self._out.name_track(track, 0, name)
 
     def take(self, record: Record) -> Iterator[dict[str, Any]]:
-        """Take in one record. Yields the trace events that nothing can come before any more."""
+        """Take in one record. Yields the trace events before which no other can come any more."""
         if not isinstance(record, ev.Event):
             return
         self._now = max(self._now, record.ts_ns)
         if self._step is not None and record.step != self._step.index:
-            yield from self._end_step(self._step)  # an error cut it short
+            yield from self._end_step(self._step)  # an error ended it
         if record.step is not None and self._step is None:
             self._step = _Step(record.step, self._now)
         handler = self._handlers.get(type(record))
@@ -135,7 +134,7 @@ class Picture:
             yield from self._end_step(self._step, record)
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """The trace is over: end what is open."""
+        """End all open slices at the end of the trace."""
         if self._step is not None:
             yield from self._end_step(self._step)
         if self._startup:
@@ -179,7 +178,7 @@ class Picture:
         self._wait(request, "waiting", event)
 
     def _wait(self, request: _Request, phase: str, event: ev.Event) -> None:
-        """It is in the waiting queue from now on, and arrows leave from here."""
+        """It is in the waiting queue from now on; arrows start here."""
         self._begin_phase(request, phase, event)
         request.wait_flow = next(self._flows)
         self._out.flow("s", request.wait_flow, request.track, self._now, "prefill")
@@ -286,12 +285,12 @@ class Picture:
             self._instant(self._now, event)
 
     def _end_step(self, step: _Step, end: ev.StepEnd | None = None) -> Iterator[dict[str, Any]]:
-        """Draw the step, now that its times are known; without its STEP_END, as far as it got."""
+        """Draw the step, whose times are now known; without a STEP_END, as far as it got."""
         self._step = None
         start = step.start_ns
         if end is not None:
             start = max(self._now - max(end.wall_ns, 0), self._last_step_end)
-        # A rank for which another one decides says how it ran, and not when a step is over.
+        # A rank that does not schedule records no STEP_END.
         run = step.parts.get("forward") if step.schedule is None else None
         kind = end.batch_phase if end is not None else run.phase if run else "cut short"
         self._out.begin(_STEPS, start, f"step {step.index} {kind}", self._step_arguments(step, end))
@@ -312,7 +311,7 @@ class Picture:
         yield from self._out.until(self._now)
 
     def _draw_parts(self, step: _Step, end: ev.StepEnd, start: int) -> None:
-        """The parts of the step, one after another; together they are the step."""
+        """Draw the parts of the step, one after another."""
         if step.schedule is not None:
             step.parts["schedule"] = step.schedule
         step.parts["postprocess"] = end
@@ -334,7 +333,7 @@ class Picture:
             self._out.flow("s", flow_id, _STEPS, max(ts_ns, start), "resume")
 
     def _draw_forward(self, step: _Step, end: ev.StepEnd, start: int) -> None:
-        """The model's run: here the chunks are computed, and here the GPU is set to work."""
+        """Draw the model's run: arrows to the chunks that it computes, and the GPU's slice."""
         for flow_id, is_last in step.chunks:
             self._out.flow("f" if is_last else "t", flow_id, _STEPS, start, "prefill")
         if end.gpu_ns is not None:
@@ -360,7 +359,7 @@ class Picture:
         self._out.instant(_STEPS, ts_ns, ev.tag_of(event), self._arguments(event))
 
     def _arguments(self, event: ev.Event) -> dict[str, Any]:
-        """What a slice or moment says when it is clicked: facts, and where the source says them."""
+        """The arguments of a slice or instant: the event's fields, and its place in the source."""
         tag = ev.tag_of(event)
         names = ("reason", *event.log_fields) if hasattr(event, "reason") else event.log_fields
         facts = {name: _argument(getattr(event, name)) for name in names}
@@ -375,7 +374,7 @@ class Picture:
         ev.CudagraphReplay: "forward",
         ev.SampleTokens: "sample",
     }
-    _handlers: ClassVar[dict[type, Callable[[Picture, Any], None]]] = {
+    _handlers: ClassVar[dict[type, Callable[[PerfettoTimeline, Any], None]]] = {
         **dict.fromkeys(_STARTUP_PARTS, _startup_part),
         ev.EngineReady: _engine_ready,
         ev.RequestEnqueue: _request_enqueue,
@@ -393,12 +392,12 @@ class Picture:
 
 
 def _request_track(seq_id: int) -> Track:
-    # Thread 0 means something else to Perfetto, and a thread's number has 31 bits.
+    # Thread 0 has a special meaning in Perfetto, and a thread's number has 31 bits.
     return Track(_REQUESTS, seq_id % _NUM_THREADS + 1)
 
 
 def _argument(value: object) -> object:
-    """A list as one short text: as many arguments, thousands of them would drown the picture."""
+    """A list as one short text: Perfetto would show each item as an argument of its own."""
     if not isinstance(value, list | tuple):
         return value
     text = json_text(value)

@@ -1,13 +1,11 @@
-"""Prometheus: what a run came to, in the text format that Prometheus scrapes.
+"""Prometheus: the totals of a run, in the text format that Prometheus scrapes.
 
-Names are vLLM's with `nvtrace_` in the place of `vllm:` (docs.vllm.ai, "Production Metrics"), and
+Names are vLLM's with `nvtrace_` instead of `vllm:` (docs.vllm.ai, "Production Metrics"), and
 so are the labels `model_name`, `engine` (the rank) and `finished_reason`: a dashboard made for vLLM
 needs its prefix changed. Gauges are those of the trace's last step. Histograms are of the requests
 that ended, with buckets 1, 2, 5, 10 ... from 100 us to 1000 s, or from 1 to 1,000,000 tokens.
 
-A sample's value is a double: Prometheus rounds what is beyond 2^53.
-
-Knows the text format (0.0.4). Does not know what a metric means (`nvtrace.metrics`).
+A sample's value is a double: Prometheus rounds numbers above 2^53. The format's version is 0.0.4.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class Histogram:
         self._sum += value
 
     def samples(self, name: str, labels: dict[str, str]) -> Iterator[str]:
-        """Its lines; each bucket counts those below it as well, as the format wants."""
+        """Its lines; each bucket includes those below it, as the format requires."""
         for bound, count in zip(self._bounds, accumulate(self._counts), strict=True):
             yield _sample(f"{name}_bucket", {**labels, "le": _number(bound)}, count)
         yield _sample(f"{name}_sum", labels, self._sum)
@@ -73,7 +71,7 @@ class Histogram:
 
 
 class _Totals:
-    """What is collected over a trace, beside its metrics."""
+    """What is collected over a trace, besides its metrics."""
 
     def __init__(self) -> None:
         self.header: Header | None = None
@@ -117,7 +115,7 @@ class _Totals:
 
 
 def lines(records: Iterable[Record]) -> Iterator[str]:
-    """The whole exposition, a line each, once the trace has been read.
+    """The lines of the exposition, after the trace has been read.
 
     Args:
         records: what `read_trace` yields.
@@ -181,7 +179,7 @@ def _sample(name: str, labels: dict[str, str], value: float) -> str:
 
 
 def _label(text: str) -> str:
-    r"""A label's value in the format's quoting; what cannot be printed is spelled out as \x1b."""
+    r"""A label's value in the format's quoting; control characters are escaped, such as \x1b."""
     spelled = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text

@@ -4,7 +4,7 @@
     TRACE_HEADER    schema  version  run_id  rank ...                            a row a run
     UNKNOWN         event  fields                                    of a newer nvtrace
 
-Knows rows and columns. Does not know files (`csv_tables.py`, `parquet_tables.py`).
+`csv_tables.py` and `parquet_tables.py` write the files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STRUCTS: dict[str, type[msgspec.Struct]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column.
 
     Attributes:
@@ -38,14 +38,14 @@ class Column:
     type: Any
 
 
-TABLES: dict[str, tuple[Column, ...]] = {
-    name: tuple(Column(field, type_) for field, type_ in field_types(struct).items())
+TABLES: dict[str, tuple[TableColumn, ...]] = {
+    name: tuple(TableColumn(field, type_) for field, type_ in field_types(struct).items())
     for name, struct in _STRUCTS.items()
 }
 
 
 def table_of(record: Record) -> str:
-    """The name of the record's table. Never a name that only the trace knows."""
+    """The name of the record's table: never a name that comes from the trace."""
     if isinstance(record, Unknown):
         return "UNKNOWN"
     return str(record.__struct_config__.tag)

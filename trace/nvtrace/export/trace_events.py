@@ -1,18 +1,15 @@
-"""Trace events: the vocabulary of Chrome's JSON format, and the order of time.
+"""Trace events of Chrome's JSON format, put out in the order of their times.
 
     begin / end     a slice; within a track a slice lies wholly inside the one around it
     instant         a moment
     counter         a number from here on
     flow            one end or waypoint of an arrow; it belongs to the innermost slice open there
 
-A step's beginning is known only when it ends, so events wait here until nothing earlier can come.
-Of two events of one time, the one that was said first stays first: whoever says the begin of a
-slice before its end needs no more care.
+A step's beginning is known only when it ends, so events are kept here until no earlier one can
+come. Events with the same time stay in the order in which they were added.
 
-A viewer keeps numbers as JavaScript does: of an argument beyond 2^53 it gets the digits as text. A
-counter's value is a double by nature.
-
-Knows the format ("Trace Event Format"; Perfetto's importer reads it). Does not know traces.
+A viewer reads numbers as JavaScript does, so an argument above 2^53 is written as text. A counter's
+value is a double. The format is Google's "Trace Event Format", which Perfetto imports.
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ _LARGEST = 2**53  # up to here every integer is a double
 
 
 class Track(NamedTuple):
-    """A row of the picture: a thread of a process, in the format's words."""
+    """A row of the timeline: a thread of a process, in the format's words."""
 
     pid: int
     tid: int
 
 
 class TraceEvents:
-    """Events on their way out, ordered by time."""
+    """Events that are put out in the order of their times."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, dict[str, Any]]] = []
@@ -68,19 +65,19 @@ class TraceEvents:
         self._add(ts_ns, {**place, "name": name, "args": _fitting(args)})
 
     def counter(self, pid: int, ts_ns: int, name: str, value: int) -> None:
-        """A number of a process, until it is said anew."""
+        """A number of a process, until the next value."""
         place = _at(Track(pid, 0), ts_ns)
         self._add(ts_ns, {"ph": "C", **place, "name": name, "args": {"value": value}})
 
     def flow(
         self, part: Literal["s", "t", "f"], flow_id: int, track: Track, ts_ns: int, name: str
     ) -> None:
-        """An arrow's start, waypoint or finish, in the slice that is open there."""
+        """An arrow's start, waypoint or end, in the slice that is open there."""
         event = {"ph": part, "id": flow_id, **_at(track, ts_ns), "name": name, "cat": "flow"}
         self._add(ts_ns, event | ({"bp": "e"} if part == "f" else {}))
 
     def until(self, ts_ns: float) -> Iterator[dict[str, Any]]:
-        """Let go of everything up to a time, in order."""
+        """Yield all events up to a time, in order."""
         while self._waiting and self._waiting[0][0] <= ts_ns:
             yield heapq.heappop(self._waiting)[2]
 

@@ -1,28 +1,26 @@
-"""What if: a recorded workload once more, under other settings, without a model.
+"""What if: run a recorded workload again with other settings, without a model.
 
-    recording = read_recording(read_trace("trace.jsonl"))
-    settings = recording.settings.changed({"policy": "mixed"})
-    outcome = rerun(recording, settings, recording.step_times())
+recording = read_recording(read_trace("trace.jsonl"))
+settings = recording.settings.changed({"policy": "mixed"})
+outcome = rerun(recording, settings, recording.step_times())
 
-    recording.py   a trace -> who came when, and what each was answered
-    settings.py    what can be changed, and to what
-    rerun.py       the engine's own Scheduler and BlockManager, with the recorded tokens fed back
-    recorder.py    the recorder of such a run: it reads a simulated clock
-    compare.py     several runs -> the rows of one table
-
-Knows nothing itself.
+recording.py   a trace -> arrivals, aborts, generated tokens, step times
+settings.py    the settings that can be changed, and their values
+rerun.py       the engine's own Scheduler and BlockManager, with the recorded tokens
+recorder.py    the recorder of such a run, with a simulated clock
+compare.py     several runs -> the rows of one table
 """
 
-from nvtrace.whatif.compare import Row, recorded_row, simulated_row
+from nvtrace.whatif.compare import RunRow, recorded_row, simulated_row
 from nvtrace.whatif.recording import Recording, read_recording
-from nvtrace.whatif.rerun import Arrivals, Outcome, rerun
+from nvtrace.whatif.rerun import Arrivals, RerunResult, rerun
 from nvtrace.whatif.settings import Settings, WhatIfError, parse_changes
 
 __all__ = [
     "Arrivals",
-    "Outcome",
     "Recording",
-    "Row",
+    "RerunResult",
+    "RunRow",
     "Settings",
     "WhatIfError",
     "parse_changes",

@@ -1,7 +1,6 @@
-"""Rows: what came of several runs, side by side.
+"""Rows: the figures of several runs, side by side.
 
-Knows which numbers of a run answer the question "and if?". Does not know tables or words. A
-recorded run's times were measured; a re-run's are simulated, and None where nobody knows them.
+A recorded run's times are measured; a re-run's are simulated, and None where they are unknown.
 """
 
 from __future__ import annotations
@@ -13,31 +12,31 @@ from nvtrace.metrics import PhaseMetrics, refusals_of
 
 if TYPE_CHECKING:
     from nvtrace.metrics import Refusals, RunMetrics
-    from nvtrace.steptime import Beyond
+    from nvtrace.steptime import OutOfRange
     from nvtrace.whatif.recording import Recording
-    from nvtrace.whatif.rerun import Outcome
+    from nvtrace.whatif.rerun import RerunResult
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunRow:
     """One run. Times are in nanoseconds.
 
     Attributes:
         name: "recorded", "unchanged", or the settings that are not as recorded.
         mode: whether its times were measured or simulated.
         num_steps, num_prefill_steps, num_decode_steps, num_mixed_steps: steps, in all and by kind;
-            these and all below are None for a run that was stopped.
-        num_preemptions: how often a request gave up its pages.
+            these and the next are None for a run that was stopped.
+        num_preemptions: how often a request was preempted.
         prefix_cache_hits: prompt tokens that the cache had at first admissions.
         mean_batch: sequences in a decode or mixed step; in any step, if there is none of these.
-        num_refused: requests that were turned away; `refusals`, why.
+        num_refused: requests that were refused; `refusals`: why.
         num_generation_tokens: tokens generated.
         duration_ns: from the first arrival to the end of the last step.
         ttft_p50_ns, ttft_p95_ns: time to first token.
         output_throughput: generated tokens per second.
-        num_untimed: steps whose time nobody knows; if there is one, all times are None.
-        beyond: why.
-        num_left_out: refused requests that might be taken here; their prompts were not recorded.
+        num_untimed: steps whose time is unknown; if there are any, all times are None.
+        beyond: why they are unknown.
+        num_left_out: requests left out: they were refused, so their prompts are not in the trace.
     """
 
     name: str
@@ -56,21 +55,21 @@ class Row:
     ttft_p95_ns: float | None = None
     output_throughput: float | None = None
     num_untimed: int = 0
-    beyond: tuple[Beyond, ...] = ()
+    beyond: tuple[OutOfRange, ...] = ()
     num_left_out: int = 0
     refusals: tuple[Refusals, ...] = ()
 
 
-def recorded_row(recording: Recording) -> Row:
+def recorded_row(recording: Recording) -> RunRow:
     """The recorded run, as it was measured."""
     metrics, refused = recording.metrics, recording.refused
     facts = _decisions(metrics) | _times(metrics)
-    return Row("recorded", "measured", **facts, refusals=tuple(refusals_of(refused)))
+    return RunRow("recorded", "measured", **facts, refusals=tuple(refusals_of(refused)))
 
 
-def simulated_row(name: str, outcome: Outcome) -> Row:
+def simulated_row(name: str, outcome: RerunResult) -> RunRow:
     """A re-run."""
-    return Row(
+    return RunRow(
         name,
         "simulated",
         **({} if outcome.is_stopped else _decisions(outcome.metrics)),

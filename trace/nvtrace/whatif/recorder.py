@@ -1,7 +1,6 @@
-"""The recorder of a re-run: it records as any other does, and reads a simulated clock.
+"""The recorder of a re-run: a Recorder with a simulated clock.
 
-Knows the clock, and that nothing was started: of an engine's start it tells the settings alone.
-Does not know how long anything takes (whoever drives the clock does).
+Nothing is started, so of an engine's start only the settings are recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Clock:
         self.now_ns = 0
 
     def __call__(self) -> int:
-        """Tell the time."""
+        """The time now."""
         return self.now_ns
 
     def advance(self, duration_ns: int) -> None:
@@ -72,7 +71,7 @@ class SimulatedRecorder(Recorder):
     """Records a re-run.
 
     Args:
-        clock: tells the time.
+        clock: the simulated clock.
         sink, processors, tap: see `Recorder`.
     """
 
@@ -89,12 +88,12 @@ class SimulatedRecorder(Recorder):
         self.trace = self._writer
 
     def begin(self, recording: Recording, settings: Settings, num_untimed: int = 0) -> None:
-        """Tell how the engine is set up: as recorded, but for `settings`.
+        """Record the engine's start: as in the recorded run, but with `settings`.
 
         Args:
             recording: the recorded run.
             settings: those of this one.
-            num_untimed: steps that will take no time, since nobody knows it; the header says so.
+            num_untimed: steps of unknown time, which take none here; for the header.
         """
         init = recording.init
         self._writer.write_simulated_header(recording.header, settings, num_untimed)
@@ -106,5 +105,5 @@ class SimulatedRecorder(Recorder):
         self.engine_ready(settings.num_kvcache_blocks, ready.eos_token_ids, ready.eos_sources or ())
 
     def refused_as_recorded(self, event: ev.RequestRefused) -> None:
-        """Tell of a request that was refused; its prompt is not in the trace."""
+        """Record a request that was refused in the recorded run; its prompt is not in the trace."""
         self.trace.add(copy(event), "ingress")

@@ -1,8 +1,8 @@
-"""Recording: what a re-run must know of a trace, and no more.
+"""Recording: what a re-run needs of a trace.
 
-Knows which events tell of the workload: who came before which step, what each was answered, who was
-aborted; and how long each step took. Does not know the engine. One pass; of a request it keeps the
-tokens, of a step its shape.
+Arrivals and aborts with the step before which they came, the tokens of each request, and the shape
+and time of each step. The trace is read once. A step's shape and time are taken at its SCHEDULE_*
+and STEP_END, so no grouping into steps is needed.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 class Decisions:
     """For each step a number that stands for its decision, so that two runs can be compared.
 
-    Who runs, with how much, who does not, and on which pages. What happens to pages after the
-    decision is a part of the next one.
+    The number is a hash of the batch, its tokens, the queues' lengths, and what was done to blocks
+    since the decision before.
 
     Attributes:
-        numbers: by step; they mean something within this process only.
+        numbers: one for each step; they differ from process to process.
     """
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self._pages = 0
+        self._blocks = 0
 
     def take(self, event: object) -> None:
-        """Take in an event, or anything else of a trace."""
+        """Take in a record."""
         match event:
             case ev.SchedulePrefill() | ev.ScheduleMixed():
                 self._decide(event, (*event.num_scheduled_tokens, *event.num_computed_tokens))
             case ev.ScheduleDecode():
                 self._decide(event, ())
             case ev.BlocksEvict():
-                self._pages = hash((self._pages, *event.block_ids))
+                self._blocks = hash((self._blocks, *event.block_ids))
             case (
                 ev.BlocksShare()
                 | ev.BlocksRevive()
@@ -56,18 +56,18 @@ class Decisions:
                 | ev.BlocksHash()
                 | ev.BlocksRelease()
             ):
-                pages = tuple(map(tuple, event.block_ids))
-                self._pages = hash((self._pages, ev.tag_of(event), *event.seq_ids, pages))
+                blocks = tuple(map(tuple, event.block_ids))
+                self._blocks = hash((self._blocks, ev.tag_of(event), *event.seq_ids, blocks))
 
     def _decide(self, schedule: ev.Schedule, counts: tuple[int, ...]) -> None:
         queues = (schedule.waiting_len, schedule.running_len)
-        facts = (schedule.engine_step, tuple(schedule.seq_ids), counts, queues, self._pages)
+        facts = (schedule.engine_step, tuple(schedule.seq_ids), counts, queues, self._blocks)
         self.numbers.append(hash(facts))
 
 
 @dataclass(slots=True)
-class Answer:
-    """What a request was answered.
+class RecordedOutput:
+    """What a request generated.
 
     Attributes:
         token_ids: its completion.
@@ -81,21 +81,21 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Was it broken off? Then it may run out of tokens that were recorded."""
+        """Did it not finish? A re-run may then need tokens that were not recorded."""
         return self.finish_reason in {None, "aborted"}
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something that came from outside, between two steps.
+    """A call from outside, between two steps.
 
     Attributes:
-        before_step: the number of the step that came next.
-        ts_ns: when.
-        event: an arrival, a refusal, an abort, or a reset of the prefix cache; None: the trace
-            ends here, and with it whoever has not ended.
+        before_step: the number of the next step.
+        ts_ns: its time.
+        event: an arrival, a refusal, an abort, or a reset of the prefix cache; None for the end of
+            the trace, which aborts all unfinished requests.
         since_step_ns: time since the last step's end.
-        is_idle: did the engine have nothing to do then?
+        is_idle: were there no requests at that step's end?
     """
 
     before_step: int
@@ -109,13 +109,13 @@ class Recording:
     """A recorded run, ready to be run again.
 
     Attributes:
-        header, init, ready: how the engine was set up.
-        settings: what of it decides the schedule.
-        commands: all that came from outside, in order.
-        answers: by seq_id.
-        schedule: for each step a number that stands for its decision.
+        header, init, ready: the records of the engine's start.
+        settings: those that decide the schedule.
+        commands: all calls from outside, in order.
+        answers: the recorded output of each request, by seq_id.
+        schedule: `Decisions.numbers`.
         steps: the shape and time of each step.
-        metrics: what was measured.
+        metrics: the recorded run's metrics.
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class Recording:
 
     @property
     def refused(self) -> list[ev.RequestRefused]:
-        """Those that were refused."""
+        """The requests that were refused."""
         events = (command.event for command in self.commands)
         return [event for event in events if isinstance(event, ev.RequestRefused)]
 
     def step_times(self) -> StepTimes:
-        """The model of its step times."""
+        """The model of the recorded step times."""
         return StepTimes(self.steps, round(median(self._gaps)) if self._gaps else 0)
 
     def check(self, settings: Settings) -> None:
-        """Refuse settings under which requests would say more than was recorded.
+        """Refuse settings that need tokens which were not recorded.
 
         Raises:
             WhatIfError: see above.
@@ -165,7 +165,7 @@ def read_recording(records: Iterable[Record]) -> Recording:
     """Read a trace for re-runs.
 
     Raises:
-        WhatIfError: it is of a run that cannot be run again.
+        WhatIfError: the run cannot be run again.
         InconsistentTraceError: an event is about a request that never arrived.
     """
     reader = _Reader()
@@ -189,7 +189,7 @@ class _Reader:
         self.init: ev.EngineInit | None = None
         self.ready: ev.EngineReady | None = None
         self.commands: list[Command] = []
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, RecordedOutput] = {}
         self.decisions = Decisions()
         self.steps: list[tuple[StepShape, int]] = []
         self.gaps: list[int] = []
@@ -232,7 +232,7 @@ class _Reader:
             case ev.RequestEnqueue():
                 if record.seq_id in self.answers:
                     raise InconsistentTraceError(f"request {record.seq_id} arrives twice")
-                self.answers[record.seq_id] = Answer()
+                self.answers[record.seq_id] = RecordedOutput()
                 self._prompt_lens[record.seq_id] = record.prompt_len
                 self._command(record)
             case ev.RequestAbort() | ev.RequestRefused():
@@ -258,7 +258,7 @@ class _Reader:
                 self._step_end(record)
 
     def end(self) -> None:
-        """The trace is over. Whoever has not ended is cut off here."""
+        """Note the end of the trace, which aborts all unfinished requests."""
         if any(answer.finish_reason is None for answer in self.answers.values()):
             self.commands.append(Command(self._last_step + 1, self._last_ts, None))
 

@@ -1,21 +1,19 @@
-"""Re-run: the recorded workload through the engine's own scheduler, without a model.
+"""Re-run: run a recorded workload with the engine's own scheduler, without a model.
 
     commands -> Scheduler, BlockManager (nanovllm's) -> batch
                    ^                                      | how long? StepTimes
                    +------- the recorded tokens ----------+
 
-The loop is the engine's own (`EngineCore`), and this its runner. What to do where the recording
-ends:
+The loop is the engine's own (`EngineCore`); this module is its runner. The rules:
 
-- A request ends as it did: its last recorded token is what ended it.
-- One that was aborted leaves before the step that it left before, or at its (simulated) time; and
-  at once if it would need a token that was never recorded. The end of a trace aborts whoever is
-  left.
-- A request that the new settings cannot hold is refused, as the engine would.
-- A request that was refused stays so, as its prompt was not recorded; under other settings it is
-  left out.
+- A request ends with its last recorded token, for the recorded reason.
+- A request that was aborted is aborted before the same step, or at the same simulated time; or
+  earlier, if it would need a token that was not recorded. The end of a trace aborts all others.
+- A request that the new settings cannot hold is refused, as the engine would do.
+- A request that was refused is refused again, since its prompt was not recorded; under other
+  settings it is left out.
 
-Does not know tensors or devices, and loads no torch.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from nvtrace import events as ev
 from nvtrace.measure import Measure
 from nvtrace.pipeline import DropEvent, Sink
 from nvtrace.replay import InconsistentTraceError
-from nvtrace.steptime import Beyond, StepShape
+from nvtrace.steptime import OutOfRange, StepShape
 from nvtrace.whatif.recorder import Clock, SimulatedRecorder
 from nvtrace.whatif.recording import Decisions
 
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
     from nvtrace.metrics import RunMetrics
     from nvtrace.steptime import StepTimes
-    from nvtrace.whatif.recording import Answer, Command, Recording
+    from nvtrace.whatif.recording import Command, RecordedOutput, Recording
     from nvtrace.whatif.settings import Settings
 
 Arrivals = Literal["step", "time"]
@@ -56,31 +54,31 @@ _TOLD_BY_TOKENS = {"eos", "stop_token", "max_tokens", "max_model_len", "aborted"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a re-run.
+class RerunResult:
+    """The result of a re-run.
 
     Attributes:
-        settings: under which it ran.
-        metrics: of the simulated run; its times mean something only if `num_untimed` is 0.
-        schedule: for each step the number that stands for its decision.
-        num_untimed: steps unlike all that were recorded, so that nobody knows their time.
+        settings: those of the run.
+        metrics: of the simulated run; its times are valid only if `num_untimed` is 0.
+        schedule: `Decisions.numbers`.
+        num_untimed: steps unlike all recorded ones, whose time is unknown.
         beyond: why, for the first of each kind.
-        refused: those that were refused.
-        num_left_out: requests that were refused, and under these settings perhaps would not be.
-        is_stopped: arrivals go by time, and the time was not known any more: the rest did not run.
+        refused: the requests that were refused.
+        num_left_out: requests that were refused in the recorded run, and are left out here.
+        is_stopped: did the run stop at a step of unknown time, since arrivals go by time?
     """
 
     settings: Settings
     metrics: RunMetrics
     schedule: list[int]
     num_untimed: int
-    beyond: list[Beyond]
+    beyond: list[OutOfRange]
     refused: list[ev.RequestRefused]
     num_left_out: int
     is_stopped: bool
 
     def first_other_step(self, recording: Recording) -> int | None:
-        """The first step whose decision is not the recorded one; None if all are."""
+        """The first step with another decision than the recorded one; None if there is none."""
         theirs, mine = recording.schedule, self.schedule
         for index, (recorded, again) in enumerate(zip(theirs, mine, strict=False)):
             if recorded != again:
@@ -95,30 +93,30 @@ def rerun(
     *,
     arrivals: Arrivals = "step",
     sink: Sink | None = None,
-) -> Outcome:
+) -> RerunResult:
     """Run a recorded workload again.
 
     Args:
         recording: the workload.
-        settings: under which to run it.
-        times: how long a step takes.
-        arrivals: "step" lets a request come before the step of the same number as it did (or as
-            soon as nobody is left); "time" at the simulated time at which it came (during a step:
-            at the step's end, when an engine can take it).
-        sink: where the simulated trace goes; None keeps none.
+        settings: the settings of the run.
+        times: predicts the time of a step.
+        arrivals: "step": a request arrives before the step of the recorded number, or as soon as no
+            requests are left; "time": at its recorded time, or at the end of the step that is then
+            running.
+        sink: the output of the simulated trace; None to keep none.
 
     Raises:
-        WhatIfError: the settings ask for what was not recorded.
+        WhatIfError: the settings need tokens that were not recorded.
     """
     recording.check(settings)
     outcome = _Rerun(recording, settings, times, arrivals, None).go(num_untimed=0)
-    if sink is not None:  # once more, since its first line tells how many steps are untimed
+    if sink is not None:  # again, since the first line has the number of untimed steps
         _Rerun(recording, settings, times, arrivals, sink).go(outcome.num_untimed)
     return outcome
 
 
 class _Rerun:
-    """The loop's runner, and what happens between its steps."""
+    """The runner of the loop, and the calls between its steps."""
 
     runs_ahead = False
 
@@ -158,25 +156,25 @@ class _Rerun:
         self.first_ts_ns = self.commands[0].ts_ns if self.commands else 0
         self.core = EngineCore(self.scheduler, self, self._stopped, self.observer)
         self.living: dict[int, Sequence] = {}
-        self.pause_ns = 0  # when the pause between two steps began
-        self.step_due = 0  # commands before this step are due: nobody is left who would get there
+        self.pause_ns = 0  # the last step's end
+        self.step_due = 0  # commands before this step are due, since no requests are left
         self.measure = Measure()
         self.decisions = Decisions()
-        self.beyond: dict[tuple[str, str | None], Beyond] = {}
+        self.beyond: dict[tuple[str, str | None], OutOfRange] = {}
         self.refused: list[ev.RequestRefused] = []
         self.num_untimed = self.num_left_out = 0
         self.is_stopped = False
 
-    def go(self, num_untimed: int) -> Outcome:
-        """Run all to its end; the trace's header says that `num_untimed` steps take no time."""
+    def go(self, num_untimed: int) -> RerunResult:
+        """Run to the end; the trace's header records `num_untimed` steps of unknown time."""
         self.observer.begin(self.recording, self.settings, num_untimed)
         while (self.commands or not self.scheduler.is_finished()) and not self.is_stopped:
-            self._obey()
+            self._run_commands()
             self._end_the_exhausted()
             if not self.scheduler.is_finished():
                 self._step()
         self.observer.close("interrupted" if self.is_stopped else "ok")
-        return Outcome(
+        return RerunResult(
             settings=self.settings,
             metrics=self.measure.run(),
             schedule=self.decisions.numbers,
@@ -194,15 +192,15 @@ class _Rerun:
             if isinstance(event, ev.RequestRefused):
                 self.refused.append(event)
 
-    # -- what comes from outside -----------------------------------------------------------------
+    # -- calls from outside ----------------------------------------------------------------------
 
-    def _obey(self) -> None:
-        """Do what comes before the next step. Where nobody is left, the next command comes now."""
+    def _run_commands(self) -> None:
+        """Run the commands before the next step; if no requests are left, the next one now."""
         if self.commands and self.scheduler.is_finished():
             self._wait_for(self.commands[0])
         while self.commands and self._is_due(self.commands[0]):
             command = self.commands.popleft()
-            if not self.is_by_time and not command.is_idle:  # at its place in the pause
+            if not self.is_by_time and not command.is_idle:  # at the recorded time after the step
                 self._pass_until(min(command.since_step_ns, self.times.between_ns))
             self._do(command)
 
@@ -216,7 +214,7 @@ class _Rerun:
         self.pause_ns = self.clock.now_ns
 
     def _pass_until(self, since_step_ns: int) -> None:
-        """Let time pass until so long after the last step."""
+        """Advance the clock to this time after the last step."""
         self.clock.advance(max(self.pause_ns + since_step_ns - self.clock.now_ns, 0))
 
     def _is_due(self, command: Command) -> bool:
@@ -236,7 +234,7 @@ class _Rerun:
             case ev.RequestAbort() as event:
                 self._abort(event.seq_id)
             case ev.BlocksEvict():
-                if self.scheduler.is_finished():  # else it would have been refused
+                if self.scheduler.is_finished():  # else the engine would refuse it
                     self.scheduler.block_manager.reset_prefix_cache()
             case None:
                 for seq_id in [*self.living]:
@@ -254,21 +252,21 @@ class _Rerun:
         self.scheduler.add(seq)
 
     def _abort(self, seq_id: int) -> None:
-        """End a request, unless it has ended, or never came."""
+        """Abort a request, unless it has ended or was left out."""
         if seq_id in self.living:
             seq = self.living[seq_id]
             self.scheduler.abort(seq)
             self._output(seq)
 
     def _end_the_exhausted(self) -> None:
-        """End who would need a token that was never recorded.
+        """Abort the requests that would need a token that was not recorded.
 
-        Whether the step will ask for one, a rehearsal on a copy tells. Only broken off requests can
-        run out: the others' last token is their end.
+        Scheduling a copy shows whether the next step samples a token for them. Only requests that
+        did not finish can need more tokens.
         """
         while exhausted := [seq for seq in self.living.values() if self._is_exhausted(seq)]:
-            rehearsal = copy.deepcopy(self.scheduler, {id(self.observer): SILENT})
-            asked = {seq.seq_id for seq in rehearsal.schedule().sampled_seqs}
+            trial = copy.deepcopy(self.scheduler, {id(self.observer): SILENT})
+            asked = {seq.seq_id for seq in trial.schedule().sampled_seqs}
             ending = [seq.seq_id for seq in exhausted if seq.seq_id in asked]
             for seq_id in ending:
                 self._abort(seq_id)
@@ -279,7 +277,7 @@ class _Rerun:
         answer = self._answer(seq)
         return answer.is_open and seq.num_completion_tokens >= len(answer.token_ids)
 
-    def _answer(self, seq: Sequence) -> Answer:
+    def _answer(self, seq: Sequence) -> RecordedOutput:
         return self.recording.answers[seq.seq_id]
 
     # -- a step ----------------------------------------------------------------------------------
@@ -292,7 +290,7 @@ class _Rerun:
             self._output(seq)
 
     def launch(self, batch: Batch, _engine_step: int) -> Launched:
-        """See Runner. Tell what a runner tells, and let the step's time pass."""
+        """See Runner. Record what a runner records, and advance the clock by the step's time."""
         block_size = self.settings.kvcache_block_size
         if batch.phase == "decode":
             self.observer.prepare_decode_tensors(prepare_decode(batch, block_size))
@@ -308,7 +306,7 @@ class _Rerun:
 
     def _pass_time(self, shape: StepShape) -> None:
         duration = self.times.predict(shape)
-        if isinstance(duration, Beyond):
+        if isinstance(duration, OutOfRange):
             self.num_untimed += 1
             self.beyond.setdefault((duration.phase, duration.quantity), duration)
             self.is_stopped = self.is_by_time
@@ -361,5 +359,5 @@ def _shape_of(batch: Batch) -> StepShape:
 
 
 def _drop(*_: object) -> dict[str, object]:
-    """A processor for a run that nobody keeps: nothing is encoded."""
+    """A processor for a run whose trace is not kept: nothing is encoded."""
     raise DropEvent

@@ -1,7 +1,4 @@
-"""Settings: what of an engine decides its schedule, and may be set otherwise in a re-run.
-
-Knows names, kinds of values and limits. Does not know what a setting does (the scheduler does).
-"""
+"""Settings: those of an engine that decide its schedule, and can be changed in a re-run."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ _SHORTEST_MODEL_LEN = 2  # one token of prompt, one of completion
 
 
 class WhatIfError(ValueError):
-    """A question that this trace cannot answer. The sentence says why, and what would do."""
+    """A re-run that is not possible with this trace. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that decide a schedule, under the names that `LLM` knows them by."""
+    """The settings that decide a schedule, by the names that `LLM` takes."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -49,13 +46,13 @@ class Settings:
         )
 
     def changed(self, changes: Mapping[str, str]) -> Settings:
-        """These, with some set otherwise.
+        """A copy with some settings changed.
 
         Args:
-            changes: name -> value, as a user writes it.
+            changes: name -> value, as text.
 
         Raises:
-            WhatIfError: an unknown name, or a value that is none.
+            WhatIfError: an unknown name, or a wrong value.
         """
         values: dict[str, int | bool | str] = {}
         for name, text in changes.items():
@@ -89,10 +86,10 @@ NAMES = tuple(field.name for field in fields(Settings))
 
 
 def parse_changes(assignments: list[str]) -> dict[str, str]:
-    """Assignments as a user writes them ("policy=mixed") -> name -> value.
+    """Assignments ("policy=mixed") -> name -> value.
 
     Raises:
-        WhatIfError: one is no assignment, or two set the same name.
+        WhatIfError: one is not an assignment, or two set the same name.
     """
     changes: dict[str, str] = {}
     for assignment in assignments:

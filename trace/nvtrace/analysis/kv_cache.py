@@ -1,7 +1,4 @@
-"""Pages: how the KV cache is used, what it is reused for, and where its size comes from.
-
-Knows pages and bytes. Does not know steps' times (`batches.py`) or requests' (`latency.py`).
-"""
+"""KV cache: how it is used, how much of each prompt it has, and where its size comes from."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.DataFrame:
-    """Count the pool's pages by what they are, at each step, while it computes.
+    """Count used, shared, free and cached blocks in each step, while it computes.
 
     Args:
         steps: `Trace.steps`.
         blocks: `Trace.blocks`.
-        num_blocks: pages in the pool: ENGINE_READY.num_kvcache_blocks.
+        num_blocks: blocks in the pool: ENGINE_READY.num_kvcache_blocks.
     """
     steps = of_first_rank(steps)
     is_used = blocks["ref_count"] > 0
@@ -32,7 +29,7 @@ def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.Dat
         "num_shared_blocks": blocks["ref_count"] > 1,
         "num_cached_blocks": ~is_used & blocks["is_hashed"],
     }
-    # The schedule is decided at event_id: what lies before it has happened.
+    # The schedule is the event `event_id`: only events before it count.
     num_before = np.searchsorted(blocks["event_id"], steps["event_id"])
     counts = {
         name: _count_over_time(blocks["block_id"], state)[num_before]
@@ -52,11 +49,11 @@ def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.Dat
 
 
 def _count_over_time(block_ids: pd.Series, state: pd.Series) -> npt.NDArray[np.int64]:
-    """(num_rows + 1,) how many pages are in a state after so many rows.
+    """(num_rows + 1,) how many blocks are in a state after 0, 1 ... rows.
 
     Args:
         block_ids: of each row.
-        state: is the row's page in it, after the row?
+        state: is the row's block in that state, after the row?
     """
     before = state.groupby(block_ids).shift(fill_value=False)
     changes = state.astype("int64") - before.astype("int64")
@@ -64,7 +61,7 @@ def _count_over_time(block_ids: pd.Series, state: pd.Series) -> npt.NDArray[np.i
 
 
 def prefix_hits(requests: pd.DataFrame) -> pd.DataFrame:
-    """Ask how much of each prompt the prefix cache had, one request after the other.
+    """Measure how much of each prompt the prefix cache had, in the order of admission.
 
     Args:
         requests: `Trace.requests`.
@@ -78,9 +75,9 @@ def prefix_hits(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_budget(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Write out the sum that ends in the number of KV pages, of the first rank.
+    """List the terms of the sum that gives the number of KV blocks, of the first rank.
 
-        total - kept back - used - ... = available        available - pages = unused
+        total - kept back - used - ... = available        available - blocks = unused
 
     Args:
         estimates: `Trace.table("KV_BUDGET_ESTIMATE")`.

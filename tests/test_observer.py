@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from inspect import signature
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import pytest
 
@@ -182,7 +184,41 @@ def test_an_observer_may_refuse_before_the_engine_starts(hook: str) -> None:
 
 
 def test_silence_is_not_guarded() -> None:
-    assert guarded(None) is guarded(SILENT) is guarded(Observer()) is SILENT
+    assert guarded(None) is guarded(SILENT) is SILENT
+
+
+def test_hooks_of_any_kind_are_called() -> None:
+    heard: list[object] = []
+
+    class Static(Observer):
+        @staticmethod
+        def engine_init(config: object, model_config: object) -> None:
+            heard.append((config, model_config))
+
+    guarded(Static()).engine_init(1, 2)  # type: ignore[arg-type]
+    plain = Observer()
+    setattr(plain, "step_start", heard.append)  # noqa: B010 - mypy refuses an assignment
+    guarded(plain).step_start(3)
+    assert heard == [(1, 2), 3]
+
+
+def test_what_is_no_observer_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"a nanovllm\.Observer, not a list: make its class"):
+        guarded([])  # type: ignore[arg-type]
+
+
+def test_an_observer_is_freed_with_its_guard() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        observer = Raiser()
+        alive = ref(observer)
+        guard = guarded(observer)
+        guard.step_start(1)
+        del observer, guard
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_guard_says_what_has_no_message_and_needs_no_stderr(
@@ -239,12 +275,55 @@ def test_an_event_that_cannot_be_built_is_missing_by_its_number(tmp_path: Path) 
     *_, footer = read_trace(path, warn=warnings.append)
     assert isinstance(footer, Footer)
     assert footer.num_events == len(lines)
+    assert (footer.exit, footer.error_type) == ("error", "TypeError")
     assert warnings == [f"{path}: {num_lost} events are missing, according to the event ids"]
     assert recorder.failure is not None
     assert recorder.failure.startswith("admission_stop() raised TypeError: ")
 
 
-def test_a_tap_that_raises_leaves_the_trace_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        *[("request_enqueue", 2), ("request_output", 2), ("step_start", 1), ("step_start", 3)],
+        *[("step_end", 2), ("schedule_decode", 2), ("schedule_prefill", 1), ("blocks_append", 1)],
+    ],
+)
+def test_a_method_that_raises_leaves_the_other_events_as_they_are(
+    hook: str, call: int, tmp_path: Path
+) -> None:
+    """Only its own event is missing: all others are of the same step and phase."""
+    num_calls = 0
+    real = getattr(Recorder, hook)
+
+    def slip(*args: object, **named: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            raise LookupError
+        real(*args, **named)
+
+    def run(name: str) -> tuple[list[tuple[str, int | None, str]], list[str]]:
+        warnings: list[str] = []
+        with record(tmp_path / name) as recorder:
+            Run(BUSY, guarded(recorder)).go()
+        records = read_trace(tmp_path / name, warn=warnings.append)
+        events = [(ev.tag_of(e), e.step, e.phase) for e in records if isinstance(e, ev.Event)]
+        return events, warnings
+
+    whole, _ = run("whole.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, hook, slip)
+        events, warnings = run("trace.jsonl")
+    tag = hook.upper()
+    assert [e for e in events if e[0] != tag] == [e for e in whole if e[0] != tag]
+    if tag in ev.EVENT_TYPES:
+        assert len(events) == len(whole) - 1
+        assert [w.partition(": ")[2].split()[0] for w in warnings] == ["1"], warnings
+
+
+def test_a_tap_that_raises_leaves_the_trace_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tap(_events: list[ev.Event]) -> None:
         raise LookupError
 
@@ -252,7 +331,10 @@ def test_a_tap_that_raises_leaves_the_trace_whole(tmp_path: Path) -> None:
     with record(path) as whole:
         Run(BUSY, whole).go()
     shapes = [(ev.tag_of(e), e.step) for e in read_trace(path) if isinstance(e, ev.Event)]
-    with pytest.raises(LookupError), record(path, tap=tap, existing="replace") as recorder:
+    with record(path, tap=tap, existing="replace") as recorder:
         Run(BUSY, guarded(recorder)).go()
+    assert isinstance(recorder.trace.tap_error, LookupError)
+    assert recorder.failure is None
+    assert capsys.readouterr().err.count("what watches the trace raised LookupError") == 1
     records = read_trace(path, warn=pytest.fail)
     assert [(ev.tag_of(e), e.step) for e in records if isinstance(e, ev.Event)] == shapes

@@ -484,9 +484,13 @@ def test_what_a_workers_observer_raises_is_said_and_the_run_goes_on(
     silent = make_llm(narrow.folder, tensor_parallel_size=2)
     expected = silent.generate([[1, 2, 3], [4]], params)
     silent.exit()
-    llm = make_llm(narrow.folder, Chief(Plot(rank=1, deed="raise")), tensor_parallel_size=2)
+    chief = Chief(Plot(rank=1, deed="raise"))
+    llm = make_llm(narrow.folder, chief, tensor_parallel_size=2)
     assert llm.generate([[1, 2, 3], [4]], params) == expected
     llm.exit()
+    assert chief.failures == [
+        "for_workers: the observer of rank 1 raised an error, which was printed"
+    ]
     assert (
         capfd.readouterr().err.count("Saboteur.step_start() raised this error. The run goes on")
         == 1

@@ -209,6 +209,9 @@ def _fault(recorder: Recorder, place: Path) -> str | None:
         return f"{place} is incomplete, {sink.num_lost} lines could not be written: {sink.error}"
     if recorder.failure is not None:
         return f"{place} is incomplete: the recorder's {recorder.failure}"
+    error = recorder.trace.tap_error
+    if error is not None:
+        return f"{place} is complete, but watching it failed: {type(error).__name__}: {error}"
     return None
 
 

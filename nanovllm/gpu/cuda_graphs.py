@@ -403,7 +403,7 @@ class DecodeGraphs:
 def make_decode_graphs(runner: ModelRunner, model_config: ModelConfig) -> DecodeGraphs:
     """The graphs of a runner's decode steps, not captured yet."""
     if runner.fused is None:
-        raise RuntimeError("graphs are recorded of fused steps")
+        raise RuntimeError("only fused steps can be captured as graphs")
     return DecodeGraphs(
         *(runner.fused, runner.config, model_config.vocab_size, runner.ranks, runner.sample),
         observer=runner.observer,

@@ -28,7 +28,7 @@ from nanovllm.errors import ContactLostError
 from nanovllm.observer import SILENT
 from nanovllm.parallel.ranks import Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import connect, join_store
-from nanovllm.utils.guard import guarded
+from nanovllm.utils.guard import Guard, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nanovllm.observer import Observer
     from nanovllm.utils.model_config import ModelConfig
 
+OBSERVER_FAILED = 3  # the exit code of a worker whose observer raised an error
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -92,15 +93,16 @@ def worker_main(setup: WorkerSetup, connection: Connection) -> None:
     _end_with_parent(dies_with_thread=setup.dies_with_thread)
     try:
         observer = SILENT if setup.make_observer is None else setup.make_observer(setup.rank)
+        guard = guarded(observer)
         with observer:
-            _serve(setup, connection, guarded(observer))
+            _serve(setup, connection, guard)
     except EOFError:  # rank 0 has ended, or has closed the pipe
         code = 1
     except BaseException as error:  # noqa: BLE001 - rank 0 must get any
         _report(connection, error)
         code = 1
     else:
-        code = 0
+        code = OBSERVER_FAILED if isinstance(guard, Guard) and guard.failures else 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to do, and an orderly exit with torch takes a second

@@ -35,7 +35,7 @@ from nanovllm.parallel.interrupts import interrupts_blocked, interrupts_deferred
 from nanovllm.parallel.ranks import Lockstep, Ranks, rank_device
 from nanovllm.parallel.tensor_parallel import START_TIMEOUT, TensorParallel, connect, serve_store
 from nanovllm.parallel.torchrun import TorchrunRank
-from nanovllm.parallel.worker import Failure, Ready, WorkerSetup, worker_main
+from nanovllm.parallel.worker import OBSERVER_FAILED, Failure, Ready, WorkerSetup, worker_main
 from nanovllm.utils.threads import num_threads
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class _Workers:
     connections: list[Connection] = field(default_factory=list)
     parallel: TensorParallel | None = None
     owner: int = field(default_factory=os.getpid)
+    failed_observers: list[int] = field(default_factory=list)
 
     def stop(self, *, sends_stop: bool = True) -> None:
         """End every process, and wait until it has.
@@ -81,6 +82,8 @@ class _Workers:
             process.join(_SECONDS_TO_EXIT if sends_stop else _SECONDS_TO_GIVE_UP)
             process.kill()  # if it still computes, or hangs in a collective; its trace is flushed
             process.join()
+        codes = enumerate((process.exitcode for process in self.processes), start=1)
+        self.failed_observers = [rank for rank, code in codes if code == OBSERVER_FAILED]
         self.processes.clear()
         self.connections.clear()
         if self.parallel is not None:
@@ -123,6 +126,7 @@ class WorkerGroup(Ranks):
         self._timeout = config.distributed_timeout
         # With more threads than cores, ranks would wait for each other in every layer.
         self._num_threads = max(1, torch.get_num_threads() // num_ranks)
+        self._observer = observer
         self._ended: str | None = None
         self._workers = _Workers()
         # Exit handlers run in reverse order: this one runs before multiprocessing kills daemons.
@@ -167,6 +171,11 @@ class WorkerGroup(Ranks):
     def exit(self) -> None:
         """See Ranks."""
         self._end("exit() was called", sends_stop=True)
+        for rank in self._workers.failed_observers:
+            error = WorkerError(f"the observer of rank {rank} raised an error, which was printed")
+            with suppress(Exception):  # it may raise as well
+                self._observer.failed("for_workers", error)
+        self._workers.failed_observers.clear()
 
     # -- start and end ---------------------------------------------------------------------------
 

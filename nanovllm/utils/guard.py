@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from nanovllm.observer import SILENT, Observer
 
@@ -20,6 +20,27 @@ def {name}({parameters}):
 """
 
 
+class Guard(Observer):
+    """Calls the methods of another observer; see `guarded`.
+
+    Attributes:
+        failures: the names of the methods that have raised, in order.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self.failures: list[str] = []
+        space = {"observer": observer, "fail": partial(_fail, observer, self.failures)}
+        for name, method in vars(Observer).items():
+            if name in _UNGUARDED:
+                self.__dict__[name] = getattr(observer, name)
+            elif not name.startswith("_"):
+                code = method.__code__  # its variables are its parameters: it has no others
+                names, by_name = code.co_varnames[1:], code.co_varnames[code.co_argcount :]
+                arguments = ", ".join(f"{one}={one}" if one in by_name else one for one in names)
+                source = _GUARD.format(name=name, parameters=", ".join(names), arguments=arguments)
+                exec(source, space, self.__dict__)  # noqa: S102 - made of the names in observer.py
+
+
 def guarded(observer: Observer | None) -> Observer:
     """Catch every `Exception` that a method of an observer raises.
 
@@ -31,38 +52,30 @@ def guarded(observer: Observer | None) -> Observer:
 
     Returns:
         Another observer, which calls the methods of this one.
+
+    Raises:
+        TypeError: it is no Observer.
     """
-    if observer is None or type(observer) is Observer:
+    if observer is None or observer is SILENT:
         return SILENT
-    guards: dict[str, Any] = {}
-    failed_before: list[str] = []
-
-    def fail(name: str, error: Exception) -> None:
-        with suppress(Exception):  # it may raise as well
-            observer.failed(name, error)
-        if not failed_before:
-            failed_before.append(name)
-            _say(f"{type(observer).__name__}.{name}()", error)
-
-    space: dict[str, Any] = {"observer": observer, "fail": fail}
-    for name, method in vars(Observer).items():
-        if name in _UNGUARDED:
-            guards[name] = getattr(observer, name)
-        elif not name.startswith("_"):
-            names = method.__code__.co_varnames  # its parameters: it has no other variables
-            by_name = names[method.__code__.co_argcount :]
-            arguments = ", ".join(f"{one}={one}" if one in by_name else one for one in names[1:])
-            source = _GUARD.format(name=name, parameters=", ".join(names), arguments=arguments)
-            exec(source, space)  # noqa: S102 - made of the names in observer.py
-            guards[name] = space[name]
-    guard: Observer = type("Guard", (Observer,), guards)()
-    return guard
+    if not isinstance(observer, Observer):
+        raise TypeError(
+            f"observer must be a nanovllm.Observer, not a {type(observer).__name__}: "
+            "make its class a subclass of nanovllm.Observer"
+        )
+    return Guard(observer)
 
 
-def _say(what: str, error: Exception) -> None:
+def _fail(observer: Observer, failures: list[str], name: str, error: Exception) -> None:
+    failures.append(name)
+    with suppress(Exception):  # it may raise as well
+        observer.failed(name, error)
+    if len(failures) > 1:
+        return
     with suppress(Exception):  # stderr may be closed, or None
         sys.stderr.write(
-            f"{''.join(traceback.format_exception(error))}nanovllm: {what} raised this error. "
-            "The run goes on, but the observer's record is incomplete. Fix this method, or run "
-            "without the observer. Later errors are not shown.\n"
+            f"{''.join(traceback.format_exception(error))}nanovllm: {type(observer).__name__}."
+            f"{name}() raised this error. The run goes on, but the observer's record is "
+            "incomplete. Fix this method, or run without the observer. Its later errors are not "
+            "shown.\n"
         )

@@ -79,16 +79,22 @@ class Chief(Observer):
         recipe: for the workers.
         at_step: step -> what to do then.
         num_asked: how often the engine asked for the recipe.
+        failures: what failed, as the engine reports it.
     """
 
     recipe: Callable[[int], Observer] | None = None
     at_step: dict[int, Callable[[], object]] = field(default_factory=dict)
     num_asked: int = 0
+    failures: list[str] = field(default_factory=list)
 
     def for_workers(self) -> Callable[[int], Observer] | None:
         """Hand it out."""
         self.num_asked += 1
         return self.recipe
+
+    def failed(self, hook: str, error: Exception) -> None:
+        """Keep it."""
+        self.failures.append(f"{hook}: {error}")
 
     def step_start(self, engine_step: int) -> None:
         """Do it."""

@@ -16,7 +16,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from typing_extensions import override
 
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from nanovllm.utils.model_config import ModelConfig
 
 
+_PHASES: dict[str, Literal["prefill", "decode", "mixed"]] = {
+    "schedule_prefill": "prefill",
+    "schedule_decode": "decode",
+    "schedule_mixed": "mixed",
+}
 _DECODE_REASONS = {"mixed": "decodes_first", "static": "static_batch"}  # by policy
 
 
@@ -101,7 +106,8 @@ def record(
         processors: structlog processors before the encoding one; each sees
             {"event": name, "record": struct} and may raise structlog.DropEvent. With tensor
             parallelism they are pickled for the other ranks.
-        tap: called with the events of each step, after they are written.
+        tap: called with the events of each step, after they are written. An error in it is printed
+            once, and is `observer.trace.tap_error` afterwards; the run goes on.
         existing: if there is a file of this name, "keep" renames it, "replace" replaces it, "error"
             raises. A link is followed; a pipe or a device is written to.
 
@@ -161,6 +167,7 @@ class Recorder(Observer):
         self._policy = ""
         self._engine_step = 0
         self.failure: str | None = None
+        self._error_type: str | None = None  # the failure's
         self._is_scheduling = False  # within a step, before its `schedule_*`
         self._steps = {"prefill": 0, "decode": 0, "mixed": 0}  # of the engine
         self._steps_before = dict(self._steps)  # when generate started
@@ -173,11 +180,17 @@ class Recorder(Observer):
 
     @override
     def failed(self, hook: str, error: Exception) -> None:
-        self.failure = self.failure or f"{hook}() raised {type(error).__name__}: {text_of(error)}"
-        tag = hook.upper()
-        if tag in ev.EVENT_TYPES and (self.trace.last is None or ev.tag_of(self.trace.last) != tag):
-            self.trace.add(None)  # its number is missing in the trace
-        elif hook in {"step_end", "engine_reset"}:  # the tap raised, after the step's last event
+        if self.failure is None:
+            self.failure = f"{hook}() raised {type(error).__name__}: {text_of(error)}"
+            self._error_type = type(error).__name__
+        if hook.upper() in ev.EVENT_TYPES:
+            self.trace.add(None)  # a number is missing in the trace: readers report a lost event
+        if hook.startswith("schedule_"):
+            self.trace.batch_phase = _PHASES[hook]
+        elif hook == "step_start" and self.trace.step is None:
+            Recorder.step_start(self, self._engine_step + 1)
+        elif hook in {"step_end", "engine_reset"}:
+            self.trace.drain()
             self.trace.step = None
 
     @override
@@ -187,11 +200,13 @@ class Recorder(Observer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close("ok")
-        else:
+        if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
             self.close("interrupted" if is_stop else "error", type(error).__name__)
+        elif self.failure is not None:
+            self.close("error", self._error_type)
+        else:
+            self.close("ok")
 
     def undo(self) -> Path | None:
         """Undo what the recording did to files, if no engine was started.
@@ -401,7 +416,7 @@ class Recorder(Observer):
     def step_start(self, engine_step: int) -> None:
         try:
             self.trace.drain()  # the events between two steps
-        finally:  # the tap may raise
+        finally:  # the tap may raise KeyboardInterrupt
             self.trace.step = self._engine_step = engine_step
             self._is_scheduling = True
             self._times = _StepTimes(self.trace.now())

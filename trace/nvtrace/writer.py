@@ -59,7 +59,7 @@ class TraceWriter:
         num_dropped: events that a processor dropped.
         num_lost: events that could not be written.
         has_header: was the header written?
-        last: the event that was added last; None if that one could not be built.
+        tap_error: the first error that the tap raised.
         run_id: of the run, for the header. All ranks of a run have the same.
     """
 
@@ -81,7 +81,7 @@ class TraceWriter:
         self._emit = make_emit(sink, processors)
         self._tap = tap
         self._notes: deque[tuple[Event | None, int, Phase | None]] = deque()
-        self.last: Event | None = None
+        self.tap_error: Exception | None = None
         self._is_closed = False
         self._is_late = False
         self._lock = RLock()  # a thread may close the trace while an engine in another one writes
@@ -103,7 +103,6 @@ class TraceWriter:
             Its time.
         """
         now = self._clock() - self._anchor
-        self.last = event
         if not self._is_closed:
             self._notes.append((event, now, phase))
         else:
@@ -144,7 +143,18 @@ class TraceWriter:
             if events:
                 self.sink.flush()
         if events and self._tap is not None:
-            self._tap(events)
+            try:
+                self._tap(events)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+                self._report_tap(error)
+
+    def _report_tap(self, error: Exception) -> None:
+        if self.tap_error is None:
+            self.tap_error = error
+            self.sink.report(
+                f"what watches the trace raised {type(error).__name__}: {text_of(error)}; the run "
+                "goes on, and the trace is complete; later errors of it are not shown"
+            )
 
     def close(self, exit_: Exit, error_type: str | None = None) -> None:
         """Drain, write the footer, close the file. A second call, or a fork's, does nothing."""
@@ -157,7 +167,7 @@ class TraceWriter:
                 if not self.has_header:
                     self.write_header({}, {})
                 self.drain()
-            finally:  # the tap may raise, a processor may raise CancelledError
+            finally:  # the tap may raise KeyboardInterrupt, a processor CancelledError
                 self._end(exit_, error_type)
 
     def _end(self, exit_: Exit, error_type: str | None) -> None:

@@ -65,8 +65,8 @@ class InputProcessor:
         token_ids(list(sampling_params.stop_token_ids or ()), self.vocab_size)
         if (sampling_params.logprobs or 0) > self.vocab_size:
             raise ValueError(
-                f"logprobs={sampling_params.logprobs} is more than the vocabulary "
-                f"has: at most {self.vocab_size}"
+                f"logprobs={sampling_params.logprobs} asks for more tokens than the vocabulary "
+                f"has: give at most {self.vocab_size}"
             )
         if sampling_params.stop:
             self.tokenizer.check_detokenizable("stop strings need")

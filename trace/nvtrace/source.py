@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,24 +38,34 @@ def hook_of(tag: str) -> str:
 
 def definition_of(hook: str) -> Place | None:
     """Where the observer defines the method."""
-    return next(iter(_find(rf"^    def {hook}\(", ("observer.py",))), None)
+    observer = f"{_PACKAGE}/observer.py"
+    found = _find(hook, rf"^    def {hook}\(")
+    return next((place for place in found if place.file == observer), None)
 
 
 def calls_of(hook: str) -> list[Place]:
     """Every place where the engine calls the method."""
-    return _find(rf"\bobserver\.{hook}\(", ("**/*.py",))
+    return _find(hook, rf"\bobserver\.{hook}\(")
 
 
-def _find(pattern: str, globs: tuple[str, ...]) -> list[Place]:
-    spec = find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    root = Path(spec.submodule_search_locations[0])
+def _find(hook: str, pattern: str) -> list[Place]:
     expression = re.compile(pattern)
     return [
-        Place(f"{_PACKAGE}/{path.relative_to(root).as_posix()}", number)
-        for glob in globs
-        for path in sorted(root.glob(glob))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if expression.search(line)
+        Place(file, number)
+        for file, lines in _source().items()
+        for number, line in enumerate(lines, start=1)
+        if hook in line and expression.search(line)
     ]
+
+
+@cache
+def _source() -> dict[str, list[str]]:
+    """The engine's files: name -> lines. Read once, since every event is searched for in them."""
+    spec = find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    root = Path(spec.submodule_search_locations[0])
+    return {
+        f"{_PACKAGE}/{path.relative_to(root).as_posix()}": path.read_text("utf-8").splitlines()
+        for path in sorted(root.rglob("*.py"))
+    }

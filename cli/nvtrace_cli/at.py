@@ -1,7 +1,6 @@
 """nvtrace at: the engine's whole state at one moment of a trace, and conditional breakpoints.
 
-Knows the options. Does not know how a state is found (`nvtrace.snapshots`) or looks
-(`views/at.py`).
+`nvtrace.snapshots` finds the state, `views/at.py` draws it.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _look(
 
 
 def _say_whose(film: SeekableTrace, file: str) -> None:
-    """Nothing was decided: perhaps since it is the trace of a rank that decides nothing."""
+    """If the trace has no decisions because its rank does not schedule, warn."""
     from nvtrace.caveats import about_rank  # noqa: PLC0415 - --help needs no msgspec
 
     rank = film.header.rank
@@ -132,7 +131,7 @@ def _say_whose(film: SeekableTrace, file: str) -> None:
 
 @contextmanager
 def _film(file: str) -> Iterator[SeekableTrace]:
-    """The trace, ready to be entered anywhere. What can be read once only is copied meanwhile."""
+    """The trace, opened for random access. A pipe is copied to a temporary file."""
     from nvtrace.reader import UnreadableTraceError, name_of, open_trace  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.snapshots import SeekableTrace  # noqa: PLC0415 - the same
     from nvtrace_cli.views.reading import reading_bar  # noqa: PLC0415 - nor rich

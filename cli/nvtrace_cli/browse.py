@@ -1,8 +1,8 @@
 """nvtrace replay --interactive: a trace on a terminal, step by step, forwards and back.
 
-Knows what happens between a key and the next frame, and how a trace is made ready to be entered
-anywhere. Does not know what a key means (`browse_model.py`), how a step is found (`reel.py`), how a
-frame looks (`views/browser.py`) or what a terminal sends (`terminal.py`).
+This module reads a key, changes the view, and draws the next frame. The meaning of keys is in
+`browse_model.py`, the steps come from `reel.py`, frames from `views/browser.py`, and keys from
+`terminal.py`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Keyboard(Protocol):
         """(columns, rows) of the screen."""
 
     def read(self, timeout: float | None) -> list[str]:
-        """The keys that were pressed until the time was over."""
+        """The keys that were pressed before the timeout."""
 
 
 class _StoppedError(Exception):
-    """Somebody does not want to wait for a search."""
+    """The user has stopped a search."""
 
 
 def browse(file: str, catalog: Catalog, first_step: int | None) -> None:
-    """Browse a trace until somebody has seen enough.
+    """Browse a trace until the user quits.
 
     Args:
         file: path of the trace.
@@ -95,13 +95,13 @@ class Browser:
         self._next_look = 0.0
 
     def go(self) -> None:
-        """Until `q`, or until the terminal is gone."""
+        """Run until `q` is pressed or the terminal is closed."""
         with suppress(EOFError):
             while self._take_keys():
                 pass
 
     def _take_keys(self) -> bool:
-        """A frame, and the keys that it is answered with. Returns whether to go on."""
+        """Draw a frame and handle the keys that follow. Returns whether to go on."""
         began = time.monotonic()
         self._draw()
         keys = self._keyboard.read(self._patience(time.monotonic() - began))
@@ -115,7 +115,7 @@ class Browser:
         return True
 
     def _patience(self, spent: float) -> float | None:
-        """Seconds to wait for a key: for ever, or until the next step is due."""
+        """Seconds to wait for a key: until the next step is due, or None for no limit."""
         if not self.view.is_playing:
             return None
         return max(1 / min(self.view.rate, _FRAMES_PER_SECOND) - spent, 0.0)
@@ -129,7 +129,7 @@ class Browser:
         furthest = self._screen.draw(scene, columns, rows)
         self.view = replace(view, scroll=min(view.scroll, furthest))
 
-    # -- wishes ----------------------------------------------------------------------------------
+    # -- requests of a key -----------------------------------------------------------------------
 
     def _fulfil(self, wish: Wish | None) -> None:
         view = self.view
@@ -165,7 +165,7 @@ class Browser:
         self._arrive(replace(view, point=place.point), place.step)
 
     def _place(self, seek: Seek) -> StepPoint | None:
-        """Where what was looked for is, on the other side of where we are."""
+        """Search for the condition, forwards or backwards from the current moment."""
         view, back = self.view, seek.is_backwards
         if seek.condition is None:
             step = self._reel.marker(view.step, self._watch, is_backwards=back)
@@ -174,7 +174,7 @@ class Browser:
         return self._reel.find(seek.condition, begin, self._watch, is_backwards=back)
 
     def _watch(self, step: int) -> None:
-        """A search goes on: say where it is, and see whether somebody has had enough."""
+        """Show how far a search is, and stop it if a key was pressed."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -186,10 +186,10 @@ class Browser:
 
 @contextmanager
 def _film(path: Path) -> Iterator[SeekableTrace]:
-    """The trace, ready to be entered anywhere.
+    """The trace, opened for random access.
 
-    A compressed one is unpacked for the while, and a pipe is kept. The index of one that lies where
-    nothing can be written lies with it.
+    A compressed trace is unpacked to a temporary file, and a pipe is copied to one. If the trace's
+    folder is not writable, the index goes to a temporary folder too.
     """
     with tempfile.TemporaryDirectory(prefix="nvtrace-") as name:
         folder, called = Path(name), path.name

@@ -1,6 +1,5 @@
-"""A run while it happens: on a terminal a picture that moves, elsewhere a line now and then.
+"""A run while it goes on: a live display on a terminal, else a line from time to time.
 
-Knows what is worth saying of a run in progress. Does not know how the run is started (`run.py`).
 Everything here goes to stderr.
 """
 
@@ -36,12 +35,12 @@ _BAR_WIDTH = 30
 
 
 class Reporter(Protocol):
-    """Hears of a run's events in time, as a Recorder's tap."""
+    """The tap of a recorder that shows the run's progress."""
 
     progress: Progress
 
     def __call__(self, events: list[ev.Event]) -> None:
-        """Take in the events of a step, or of what lay between two."""
+        """Take the events of a step, or those between two steps."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
-# make check     lint + test: what CI runs
+# make site-test  build the docs as a site, and open it in Chromium (a minute; Debian has it: apt-get install chromium)
+# make check     lint + test + site-test: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
 # make fuzz-reader  broken traces for every command that reads one; FUZZ_ARGS="--count 5000 --seed 7"
@@ -22,7 +23,7 @@ PYTEST_ARGS ?= -n auto
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help
+.PHONY: example test site-test lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -59,7 +60,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy notebooks/*.py
 	$(BIN)/lint-imports --no-logo
 
-check: lint test
+site-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m site tests/test_site.py
+
+check: lint test site-test
 
 fuzz-reader: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.fuzz_reader $(FUZZ_ARGS)
@@ -93,7 +97,7 @@ reference: $(VENV)/.dev
 	$(MAKE) docs-output
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+	$(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
 # What stands below the commands in docs/en and docs/zh. Look at the difference.
 docs-output: $(VENV)/.dev

@@ -89,12 +89,13 @@ exercises: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m support.faults
 
 # All that is made from the code: words that the catalogs lack, docs/{en,zh}/{events,columns}.md,
-# docs/trace.schema.json, the traces, the outputs. Look at the difference.
+# docs/trace.schema.json, the traces, the outputs, the pictures. Look at the difference.
 reference: $(VENV)/.dev
 	$(BIN)/python -m nvtrace.reference docs trace/nvtrace/catalog
 	$(MAKE) golden
 	$(MAKE) exercises
 	$(MAKE) docs-output
+	$(BIN)/python docs/images/draw.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -72,6 +75,19 @@ def test_a_page_prints_what_stands_in_it(page: Path, tmp_path: Path) -> None:
             is_right = is_as_shown(command.output, outcome.lines)
             shown = "\n".join(command.output)
             assert is_right, f"`make docs-output` takes this over:\n{found}\n\nnot\n\n{shown}"
+
+
+def test_pictures_show_what_is_printed(tmp_path: Path) -> None:
+    path = os.pathsep.join(str(ROOT / root) for root in (".", "trace", "cli"))
+    subprocess.run(
+        [sys.executable, DOCS / "images" / "draw.py", tmp_path],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+    )
+    drawn = {file.name: file.read_text("utf-8") for file in tmp_path.iterdir()}
+    assert drawn == {
+        file.name: file.read_text("utf-8") for file in DOCS.joinpath("images").glob("*.svg")
+    }, "`python docs/images/draw.py` takes this over"
 
 
 @every("page", PAGES)

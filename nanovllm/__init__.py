@@ -23,7 +23,9 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            with keep_global_state():
+            from nanovllm.errors import how_to_install  # noqa: PLC0415 - for errors only
+
+            with keep_global_state(), how_to_install():
                 from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM

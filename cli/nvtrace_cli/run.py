@@ -25,6 +25,9 @@ from nvtrace_cli.options import (
     ChatTemplateOption,
     LangOption,
     ThinkingOption,
+    complete_devices,
+    complete_policies,
+    complete_scenarios,
     say,
     template_kwargs,
     words,
@@ -46,7 +49,12 @@ _LARGEST_SEED = 2**64 - 1
 
 def run(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The scenario; --list shows them all.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="The scenario; --list shows them all.",
+            autocompletion=complete_scenarios,
+        ),
     ] = None,
     *,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
@@ -74,7 +82,10 @@ def run(
     chat_template_kwargs: ChatTemplateOption = None,
     enable_thinking: ThinkingOption = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"What goes into a step: {', '.join(POLICIES)}.")
+        str | None,
+        typer.Option(
+            help=f"What goes into a step: {', '.join(POLICIES)}.", autocompletion=complete_policies
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of all random draws.")
@@ -83,7 +94,10 @@ def run(
         int, typer.Option(min=1, max=1024, metavar="N", help="Processes that share the model.")
     ] = 1,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
+        str,
+        typer.Option(
+            help="cpu, cuda, or auto: a GPU if there is one.", autocompletion=complete_devices
+        ),
     ] = "auto",
     check: CheckOption = False,
     lang: LangOption = None,

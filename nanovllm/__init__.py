@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.observer import Observer
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.extras import advising
 from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            from nanovllm.errors import how_to_install  # noqa: PLC0415 - for errors only
-
-            with keep_global_state(), how_to_install():
+            with keep_global_state(), advising():
                 from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM

@@ -6,36 +6,6 @@ Each is also a standard error, so that a caller who does not import nanovllm.err
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_EXTRAS = dict.fromkeys(("torch", "transformers", "safetensors", "tokenizers"), "engine")
-_EXTRAS |= dict.fromkeys(("pandas", "numpy"), "frames") | {"matplotlib": "notebooks"}
-
-
-def install_advice(module: str | None) -> str | None:
-    """What to install when this module is missing; None if no extra of this package brings it."""
-    package = (module or "").partition(".")[0]
-    if package not in _EXTRAS:
-        return None
-    command = f"pip install 'nanovllm-nvtrace[{_EXTRAS[package]}]'"
-    return f"this needs {package}, which is not installed: {command}"
-
-
-@contextmanager
-def how_to_install() -> Iterator[None]:
-    """Say of a missing module which extra brings it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        advice = install_advice(error.name)
-        if advice is None:
-            raise
-        raise ModuleNotFoundError(advice, name=error.name) from error
-
 
 class NanoVLLMError(Exception):
     """The base class of nanovllm's own errors."""

@@ -72,6 +72,22 @@ def complete_changes(incomplete: str) -> list[str]:
     return [before + comma + word for word in words]
 
 
+ScenarioArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="The scenario; --list shows them all.",
+        autocompletion=complete_scenarios,
+    ),
+]
+
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: a GPU if there is one.", autocompletion=complete_devices
+    ),
+]
+
 LangOption = Annotated[
     Lang | None, typer.Option("--lang", help="Language of the output; by default the locale's.")
 ]

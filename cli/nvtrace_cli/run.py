@@ -23,11 +23,11 @@ from nvtrace_cli.check import CheckOption, Watch
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
 from nvtrace_cli.options import (
     ChatTemplateOption,
+    DeviceOption,
     LangOption,
+    ScenarioArgument,
     ThinkingOption,
-    complete_devices,
     complete_policies,
-    complete_scenarios,
     say,
     template_kwargs,
     words,
@@ -48,14 +48,7 @@ _LARGEST_SEED = 2**64 - 1
 
 
 def run(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="The scenario; --list shows them all.",
-            autocompletion=complete_scenarios,
-        ),
-    ] = None,
+    name: ScenarioArgument = None,
     *,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     model: Annotated[
@@ -93,12 +86,7 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, max=1024, metavar="N", help="Processes that share the model.")
     ] = 1,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu, cuda, or auto: a GPU if there is one.", autocompletion=complete_devices
-        ),
-    ] = "auto",
+    device: DeviceOption = "auto",
     check: CheckOption = False,
     lang: LangOption = None,
     json: Annotated[

@@ -47,10 +47,12 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            from nanovllm.errors import how_to_install  # noqa: PLC0415 - for errors only
-
-            with how_to_install():
+            try:
                 return getattr(import_module(_HOMES[name]), name)
+            except ModuleNotFoundError as error:
+                from nanovllm.utils.extras import with_advice  # noqa: PLC0415 - for errors only
+
+                raise with_advice(error) from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

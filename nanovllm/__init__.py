@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from nanovllm.observer import Observer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.extras import advising
 from nanovllm.utils.global_state import keep_global_state
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name == "LLM":
-            with keep_global_state(), advising():
+            with keep_global_state():
                 from nanovllm.llm import LLM  # noqa: PLC0415 - torch is loaded only when needed
 
             return LLM

@@ -98,10 +98,8 @@ def test_a_trace_is_read_without_the_engine_as_with_it(light: Installed) -> None
             "nvtrace: this needs torch, which is not installed: "
             "pip install 'nanovllm-nvtrace[engine]'\n"
         )
-    for code in ("import nanovllm; nanovllm.LLM", "from nvtrace import load"):
-        told = light.run("python", "-c", code)
-        assert told.returncode == 1
-        assert "which is not installed: pip install 'nanovllm-nvtrace[" in told.stderr
+    told = light.run("python", "-c", "from nvtrace import load")
+    assert told.stderr.endswith(": pip install 'nanovllm-nvtrace[frames]'\n")
     pip_install(light.folder / "env", f"{light.wheel}[frames]")
     told = light.run(
         "python", "-c", f"import nvtrace; print(len(nvtrace.load({str(TRACE)!r}).steps))"

@@ -162,7 +162,7 @@ def _sentence(error: Exception) -> str:
 
 def _advice(error: Exception) -> str | None:
     """What to install, if that is what is missing."""
-    from nanovllm.utils.extras import install_advice  # noqa: PLC0415 - for errors only
+    from nvtrace.environment import install_advice  # noqa: PLC0415 - for errors only
 
     return install_advice(error.name) if isinstance(error, ModuleNotFoundError) else None
 

@@ -50,7 +50,7 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
             try:
                 return getattr(import_module(_HOMES[name]), name)
             except ModuleNotFoundError as error:
-                from nanovllm.utils.extras import with_advice  # noqa: PLC0415 - for errors only
+                from nvtrace.environment import with_advice  # noqa: PLC0415 - for errors only
 
                 raise with_advice(error) from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,8 @@ import errno
 import os
 import sys
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from nvtrace_cli.failures import (
     INTERRUPTED,
@@ -46,6 +47,9 @@ with interrupts_end_it():  # loading takes a moment
     from nvtrace_cli.tail import tail
     from nvtrace_cli.validate import validate
     from nvtrace_cli.whatif import whatif
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -118,10 +122,16 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+@cache
+def _command() -> Callable[..., object]:
+    """The command line as typer's command, built once."""
+    return typer.main.get_command(app)
+
+
 def run_command(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; every error is one line on stderr."""
     try:
-        code = app(arguments, prog_name="nvtrace", standalone_mode=False)
+        code = _command()(arguments, prog_name="nvtrace", standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
         # typer and rich turn a closed pipe into SystemExit; no command raises it itself.

@@ -25,6 +25,7 @@ arguments.
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
 
@@ -131,6 +132,7 @@ class Catalog:
         return self.ui(key if key in self._ui else otherwise, **values)
 
 
+@cache
 def load_catalog(language: Language) -> Catalog:
     """Read the catalog of one language.
 

@@ -26,7 +26,7 @@ HOUSE_FILES = sorted(
     if "assets" not in file.parts
 )
 MAX_AFTERNOON_LINES = 2_000
-MAX_ENGINE_LINES = 6_332  # of 5,600 that are aimed at
+MAX_ENGINE_LINES = 6_350  # of 5,600 that are aimed at
 MAX_FILE_LINES = 300
 CATALOGUES = {"events.py", "recorder.py"}  # flat lists, one entry an event: looked up, not read
 

@@ -1,7 +1,6 @@
-"""nvtrace bench: how fast the engine is, beside transformers, on this machine.
+"""nvtrace bench: the speed of the engine and of transformers on this machine.
 
-Knows the options. Does not know how anything is measured (`nvtrace.bench`) or looks
-(`views/bench.py`).
+`nvtrace.bench` measures, `views/bench.py` draws the tables.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LARGEST_SEED = 2**63 - 1  # torch's
 
 
 class WorkloadChoice(StrEnum):
-    """What is asked of the contenders."""
+    """The workload that every contender runs."""
 
     UNEVEN = "uneven"
     SEED = "seed"
@@ -45,7 +44,7 @@ class WorkloadChoice(StrEnum):
 
 
 class TraceChoice(StrEnum):
-    """Which engines run."""
+    """Whether the engine runs traced, untraced, or both."""
 
     OFF = "off"
     ON = "on"
@@ -53,7 +52,7 @@ class TraceChoice(StrEnum):
 
 
 class DtypeChoice(StrEnum):
-    """What everything is computed in."""
+    """The dtype to compute in."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -227,7 +226,7 @@ def _write(report: Report, out: Path) -> None:
 
 
 def _references(against: str | None) -> tuple[str, ...] | None:
-    """The names in "generate,continuous"; nobody for "none"; None leaves it to the workload."""
+    """The names in "generate,continuous"; () for "none"; None for the workload's default."""
     if against is None:
         return None
     if against == "none":

@@ -1,11 +1,8 @@
-"""What a key does while a trace is browsed: view + key -> view, and perhaps a wish.
+"""What a key does while a trace is browsed: view + key -> view, and perhaps a request.
 
-A view is all that is seen beside the trace itself. A wish is what only somebody who has the trace
-can do: find the next step, look for a condition. Nothing here reads, waits or draws, so that every
-key is tested without a terminal.
-
-Knows the keys' meanings. Does not know traces (`reel.py`), bytes (`keys.py`) or frames
-(`views/browser.py`).
+A view is the state of the browser without the trace. A request needs the trace, for example to find
+the next step or to search for a condition; `browse.py` carries it out. Nothing here reads, waits or
+draws, so every key can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A line that is being typed: the number of a step, or a condition."""
+    """The line that the user is typing: a step number, or a condition."""
 
     kind: Literal["step", "search"]
     text: str = ""
@@ -44,17 +41,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is seen.
+    """The state of the browser.
 
     Attributes:
-        step, point: the moment.
-        page: the step among others, its whole state, all its events, or the keys.
+        step, point: the moment that is shown.
+        page: what is shown: the step among its neighbours, its state, its events, or the keys.
         scroll: lines of the page above the screen's top.
-        is_playing: do steps go by on their own?
-        rate: steps a second, while they do.
-        prompt: what is being typed; None if nothing is.
-        condition: what was searched for last.
-        message: what there is to say; the next key wipes it away.
+        is_playing: does it move to the next step by itself?
+        rate: steps a second while playing.
+        prompt: the line that is being typed; None if there is none.
+        condition: the last condition that was searched for.
+        message: shown until the next key.
     """
 
     step: int
@@ -70,21 +67,21 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """To a step so many further on, or before."""
+    """Move by a number of steps; negative is backwards."""
 
     by: int
 
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """To the step of this number, or near it; None is the last."""
+    """Go to the step of this number or the nearest one; None is the last step."""
 
     step: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """To the next moment, or the one before, where a condition holds; None is any marker."""
+    """Go to the next or previous moment at which a condition holds; None means any marker."""
 
     condition: Condition | None
     is_backwards: bool = False
@@ -92,7 +89,7 @@ class Seek:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Away."""
+    """Quit."""
 
 
 Wish = Move | Jump | Seek | Quit
@@ -115,14 +112,14 @@ _PAGES: dict[str, Page] = {"s": "state", "e": "events", "?": "help"}
 
 
 def press(view: View, key: str) -> tuple[View, Wish | None]:
-    """What a key does.
+    """Handle a key.
 
     Args:
-        view: what is seen.
+        view: the current one.
         key: its name, by `nvtrace_cli.keys`.
 
     Returns:
-        What is seen then, and what should be done before it is shown.
+        The new view, and a request to carry out before it is shown.
     """
     view = replace(view, message=None)
     if view.prompt is not None:
@@ -139,12 +136,12 @@ def press(view: View, key: str) -> tuple[View, Wish | None]:
 
 
 def tick(view: View, frames_per_second: int) -> Wish:
-    """A frame's time has passed while steps go by: on, by as many as belong into a frame."""
+    """While playing: move on by the number of steps that belong to one frame."""
     return Move(max(view.rate // frames_per_second, 1))
 
 
 def _change(view: View, key: str) -> View:
-    """What keys do that need nothing of the trace."""
+    """Keys that do not need the trace."""
     match key:
         case "s" | "e" | "?":
             page = "steps" if view.page == _PAGES[key] else _PAGES[key]
@@ -174,7 +171,7 @@ def _search_again(view: View, *, is_backwards: bool) -> tuple[View, Wish | None]
 
 
 def _type(view: View, prompt: Prompt, key: str) -> tuple[View, Wish | None]:
-    """A line is being typed."""
+    """Handle a key while a line is typed."""
     if key == "enter":
         return _enter(replace(view, prompt=None), prompt)
     text: str | None = prompt.text
@@ -190,7 +187,7 @@ def _type(view: View, prompt: Prompt, key: str) -> tuple[View, Wish | None]:
 
 
 def _enter(view: View, prompt: Prompt) -> tuple[View, Wish | None]:
-    """The line is done; an empty one searches on for what was searched for last."""
+    """Carry out the typed line; an empty one repeats the last search."""
     text = prompt.text.strip()
     if prompt.kind == "step":
         return view, Jump(int(text)) if text else None

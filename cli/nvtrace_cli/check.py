@@ -1,7 +1,7 @@
-"""nvtrace check: is what a trace tells of an engine true of any right one?
+"""nvtrace check: does a trace keep the invariants of a correct engine?
 
-Knows the options, and how a run is checked while it goes on. Does not know an invariant
-(`nvtrace.check`) or how a finding looks (`views/check.py`).
+`Watch` checks a run while it goes on. The invariants are in `nvtrace.check`; `views/check.py` draws
+the findings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nvtrace.events import AnyEvent, Event
 
 _FOUND = 1
-_MOST_LINES = 20  # of a run: what comes later may only follow from what came first
+_MOST_LINES = 20  # of a run: later ones are often caused by the first
 
 
 def check(
@@ -70,11 +70,11 @@ CheckOption = Annotated[
 
 
 class Watch:
-    """Checks a run while it goes on: each finding is a loud line.
+    """Checks a run while it goes on, and prints a line for each finding.
 
     Args:
         catalog: the words.
-        is_on: check it at all?
+        is_on: is checking switched on?
     """
 
     def __init__(self, catalog: Catalog, *, is_on: bool) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self._is_on = is_on
 
     def beside(self, tap: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
-        """The tap that checks the events, after `tap` has had them; `tap` itself if it is off."""
+        """A tap that passes events to `tap`, then checks them; `tap` itself if checking is off."""
         if not self._is_on:
             return tap
 
@@ -96,7 +96,7 @@ class Watch:
         return both
 
     def take(self, events: list[AnyEvent]) -> None:
-        """Check the events of a step, or of what lay between two."""
+        """Check the events of a step, or those between two steps."""
         from nvtrace_cli.views.check import line  # noqa: PLC0415 - --help needs no rich
 
         for event in events:
@@ -106,7 +106,7 @@ class Watch:
                     say(line(finding, self.catalog))
 
     def end(self, trace: str) -> None:
-        """After the run: leave with an exit code of its own if anything was found."""
+        """After the run: exit with code 1 if there are findings."""
         num_findings = self._checker.num_findings
         if num_findings:
             say(self.catalog.check("live_end", findings=num_findings, trace=trace))

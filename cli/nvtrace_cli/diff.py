@@ -1,7 +1,6 @@
 """nvtrace diff: two traces, and the first decision that differs.
 
-Knows the options. Does not know what a decision is (`nvtrace.diff`) or how a difference looks
-(`views/diff.py`).
+`nvtrace.diff` compares, `views/diff.py` draws the differences.
 """
 
 from __future__ import annotations
@@ -72,5 +71,5 @@ def _records(file: str) -> Iterator[Record]:
 
 
 def _refuse(whose: str) -> None:
-    """Where nothing is decided, nothing can be compared."""
+    """Refuse a trace without decisions: there is nothing to compare."""
     raise UsageError(whose)

@@ -1,6 +1,6 @@
 """nvtrace doctor: what this machine can run, and what a trace costs here.
 
-Knows the options. Does not know what is asked (`nvtrace.doctor`) or what it looks like.
+`nvtrace.doctor` examines the machine, `views/doctor.py` draws the answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""nvtrace events: what an event means, its fields, and where in the source it is said.
+"""nvtrace events: what an event means, its fields, and where the source emits it.
 
-Knows the options. Does not know how a description looks (`views/event_reference.py`).
+`views/event_reference.py` draws the description.
 """
 
 from __future__ import annotations

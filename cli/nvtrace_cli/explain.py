@@ -1,7 +1,6 @@
-"""nvtrace explain: why a request lived as it did, and why a step was what it was.
+"""nvtrace explain: what happened to a request, or in a step, and why.
 
-Knows the options. Does not know how a reason is found (`nvtrace.explain`) or looks
-(`views/explain.py`).
+`nvtrace.explain` finds the reasons, `views/explain.py` draws them.
 """
 
 from __future__ import annotations

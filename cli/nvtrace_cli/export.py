@@ -1,6 +1,6 @@
 """nvtrace export: a trace in the formats of other tools.
 
-Knows the options, and where an export goes. Does not know a format (`nvtrace.export`).
+The formats are in `nvtrace.export`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What to make of a trace."""
+    """The format to export to."""
 
     PERFETTO = "perfetto"
     OTLP = "otlp"
@@ -37,7 +37,7 @@ _FOLDER_MODULES = {Format.PARQUET: "parquet_tables", Format.CSV: "csv_tables"}
 
 
 class _OutputError(CommandError):
-    """The export's own file cannot be written."""
+    """The output file cannot be written."""
 
     exit_code = OUTPUT_FAILED
 
@@ -126,7 +126,7 @@ def _export_folder(file: str, module: str, to: Format, out: Path | None) -> int:
 
 
 def _refuse(file: str, out: Path) -> None:
-    """Never write where somebody else's work may lie."""
+    """Refuse to overwrite the trace itself, or what is no file."""
     check_out(out)
     if is_input(out, file):
         raise UsageError(f"--out {out} is the trace itself: give another file")

@@ -6,8 +6,7 @@
     130  interrupted                 70   a fault of nvtrace itself
                                      74   stdout cannot be written (a full disk)
 
-Knows numbers and sentences. Does not know which command meets which failure. Imports nothing heavy:
-it is the first module of the command line that is loaded.
+Imports nothing heavy: it is the first module of the command line that is loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ENDS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # not every system has all of them
 
 
 class CommandError(Exception):
-    """A failure that has been put into one clear sentence.
+    """A failure with a message for the user.
 
     Attributes:
         exit_code: what the process ends with.
@@ -44,26 +43,26 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError):
-    """The command line asks for something that cannot be had."""
+    """The options are wrong, or ask for something impossible."""
 
     exit_code = USAGE
 
 
 class RunFailedError(CommandError):
-    """The engine did not start, or did not come to its end."""
+    """The engine did not start, or did not finish."""
 
     exit_code = RUN_FAILED
 
 
 def silence_stdout() -> None:
-    """Nobody reads any more: keep the interpreter's last flush from complaining."""
+    """The reader of stdout is gone: keep the interpreter's last flush from raising."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
 
 
 @contextmanager
 def no_stdout_is_no_failure() -> Iterator[None]:
-    """Print what there is while another failure is on its way, which is the one that counts."""
+    """Ignore errors of stdout while another error, the important one, is handled."""
     try:
         yield
         sys.stdout.flush()
@@ -73,13 +72,15 @@ def no_stdout_is_no_failure() -> Iterator[None]:
 
 @contextmanager
 def interrupts_end_it() -> Iterator[None]:
-    """Let Ctrl-C end the process with its exit code, and no traceback, where nobody catches it yet.
+    """Let Ctrl-C end the process with its exit code and without a traceback.
 
-    For the loading of modules: nothing has been begun that would have to be brought to an end.
+    For the time in which modules are loaded: nothing has started that must be finished.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # no other may say what it does
+    is_main = (
+        threading.current_thread() is threading.main_thread()
+    )  # only the main thread may install handlers
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody has taken care already, or it is ignored
+        yield  # another handler is installed, or the signal is ignored
         return
     signal.signal(signal.SIGINT, lambda _signal, _frame: os._exit(INTERRUPTED))
     try:
@@ -98,19 +99,18 @@ class _Ended(BaseException):
 
 @contextmanager
 def tidy_ends() -> Iterator[None]:
-    """Let a signal that ends the process wait until all that was begun is brought to an end.
+    """Before a signal ends the process, run the cleanup of the block.
 
-    Then the process ends by that signal, as everybody expects. What is ignored stays ignored, as
-    under nohup.
+    Then the process ends by that signal. Ignored signals stay ignored, as under nohup.
     """
-    if threading.current_thread() is not threading.main_thread():  # no other may say what it does
+    if threading.current_thread() is not threading.main_thread():  # others install no handlers
         yield
         return
     numbers = [getattr(signal, name) for name in _ENDS if hasattr(signal, name)]
     caught = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, _frame: FrameType | None) -> None:
-        for each in caught:  # a second one must not break off what the first one brings to an end
+        for each in caught:  # a second signal must not interrupt the cleanup
             signal.signal(each, signal.SIG_IGN)
         raise _Ended(number)
 

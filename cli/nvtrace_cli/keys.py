@@ -1,10 +1,9 @@
-r"""Keys: what a terminal sends -> the names of the keys that were pressed.
+r"""Keys: the bytes that a terminal sends -> the names of the keys that were pressed.
 
     b"j"        -> "j"            b"\x1b[A"   -> "up"
     b"\r"       -> "enter"        b"\x1b[5~"  -> "pageup"
 
-Knows the bytes of a terminal. Does not know where they come from (`terminal.py`) or what a key is
-good for (`browse_model.py`).
+`terminal.py` reads the bytes, `browse_model.py` handles the keys.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _BEGINNING = re.compile(r"\x1b(?:\[[0-9;?<=>]*[ -/]*|O)?$")
 
 
 class KeyDecoder:
-    """Takes bytes as they come; a key's bytes may come in parts."""
+    """Decodes bytes as they arrive; those of one key may arrive in parts."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("ignore")
@@ -50,11 +49,11 @@ class KeyDecoder:
 
     @property
     def is_waiting(self) -> bool:
-        """Is there a beginning that may still become another key?"""
+        """Are there bytes that may be the beginning of another key?"""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[str]:
-        """The keys that are complete with `data`. What no key has is passed over."""
+        """The keys that are complete with `data`. Unknown sequences are skipped."""
         text = self._rest + self._utf8.decode(data)
         keys: list[str] = []
         place = 0
@@ -67,13 +66,13 @@ class KeyDecoder:
                 place = match.end()
             elif _BEGINNING.match(text, place):
                 break
-            else:  # Alt and a key, or a sequence that is none: the escape is passed over
+            else:  # Alt and a key, or an unknown sequence: skip the escape
                 place += 1
         self._rest = text[place:]
         return keys
 
     def flush(self) -> list[str]:
-        """Nothing more came for a while: an escape was the key of that name."""
+        """No more bytes arrived: a lone escape byte was the Escape key."""
         keys = ["escape"] if self._rest else []
         self._rest = ""
         return keys

@@ -1,8 +1,7 @@
-"""The command `nvtrace`: mounts the commands, and is the one place where errors end.
+"""The command `nvtrace`: mounts the commands, and turns errors into messages and exit codes.
 
-Knows which failure has which exit code (`failures.py` lists them). Does not know what a command
-does. Every command module imports what it needs inside its function, so that `nvtrace --help` loads
-no rich, no msgspec and no torch.
+The exit codes are listed in `failures.py`. Every command module imports what it needs inside its
+function, so that `nvtrace --help` loads no rich, no msgspec and no torch.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         fill_missing_streams()
         for stream in (sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
-            if reconfigure is not None:  # what a terminal cannot spell is escaped, not a crash
+            if reconfigure is not None:  # escape what the terminal cannot encode
                 reconfigure(errors="backslashreplace")
     code = run_command(arguments)
     if code == INTERRUPTED:
@@ -112,12 +111,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End at once. Python would end by the signal itself, if it struck while a string was run.
+    """End at once, with this exit code.
 
-    (As `dataclass` and others do. See `unhandled_keyboard_interrupt` in CPython.)
+    Python itself would end by the signal if it arrived while code was run from a string, as
+    `dataclass` does. (See `unhandled_keyboard_interrupt` in CPython.)
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads any more
+        with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
 
@@ -150,7 +150,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """What to say of an error."""
+    """The message for an error."""
     if hasattr(error, "format_message"):  # typer's own: a wrong option
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "nvtrace"
@@ -194,5 +194,5 @@ def _exit_code(error: Exception) -> int:
 
 
 def _is_of_stdout(error: Exception) -> bool:
-    """Is this a disk's error that stdout met? Whoever opens a file deals with that file's own."""
+    """Is this an error of the disk that stdout goes to? Errors of other files name the file."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS and error.filename is None

@@ -1,8 +1,6 @@
-"""What several commands have in common on the command line.
+"""Options that several commands share: language, chat template, steps, requests, events.
 
-Knows the option `--lang` and where its default comes from, the options that a chat template is
-filled in with, and how `--steps`, `--seq` and `--event` are spelt. Imports nothing heavy: every
-command's `--help` loads it.
+Imports nothing heavy: every command's `--help` loads it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Lang(StrEnum):
-    """A language that the words can be shown in."""
+    """A language of the output."""
 
     EN = "en"
     ZH = "zh"
@@ -107,7 +105,7 @@ ThinkingOption = Annotated[
 
 
 def template_kwargs(text: str | None, enable_thinking: bool | None) -> dict[str, object]:
-    """What a chat template is filled in with, by the two options.
+    """The variables of a chat template, from the two options.
 
     Raises:
         UsageError: the text is no JSON object, or the two contradict each other.
@@ -143,7 +141,7 @@ def selection(
     """What `--steps`, `--seq` and `--event` ask for.
 
     Raises:
-        UsageError: a range that is none, or a pattern that no event can match.
+        UsageError: not a range, or a pattern that matches no event.
     """
     from nvtrace.events import EVENT_TYPES  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.query import Selection  # noqa: PLC0415 - the same
@@ -188,10 +186,10 @@ def words(lang: Lang | None) -> Catalog:
 
 
 def say(message: str) -> None:
-    """A message for the person at the terminal: one line on stderr, escaped; see `tell`."""
+    """Print a message on stderr, as one escaped line; see `tell`."""
     tell(f"nvtrace: {message}")
 
 
 def warn(message: str) -> None:
-    """The same for what is wrong but survivable."""
+    """Print a warning on stderr."""
     say(f"warning: {message}")

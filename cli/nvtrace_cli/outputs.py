@@ -1,7 +1,6 @@
-"""Where a command's file may go.
+"""Checks of `--out`: where a command may write its file.
 
-Knows `--out`. Does not know what is written. Imports nothing heavy: every command's `--help` loads
-it.
+Imports nothing heavy: every command's `--help` loads it.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _STREAMS = {1: "answers go to stdout", 2: "messages go to stderr"}
 
 
 def check_out(out: Path) -> None:
-    """Refuse a file that cannot be one.
+    """Refuse a path that cannot be a file.
 
     Raises:
-        UsageError: a folder, a folder that is not there, or a name that no file can have.
+        UsageError: it is a folder, its folder does not exist, or no file can have such a name.
     """
     try:
         os.lstat(out)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # a name that is too long, say
+    except OSError as error:  # for example, the name is too long
         raise UsageError(f"--out {out}: {error.strerror}") from error
     if out.is_dir():
         raise UsageError(f"--out {out}: it is a folder, give a file in it")
@@ -39,14 +38,14 @@ def check_out(out: Path) -> None:
 
 
 def refuse_streams(out: Path, what: str) -> None:
-    """Refuse what stdout or stderr go to, by whatever name: one would overwrite the other.
+    """Refuse the file that stdout or stderr is redirected to: one would overwrite the other.
 
     Args:
         out: "-" is stdout.
-        what: would be written, as "a trace".
+        what: what would be written, for example "a trace".
 
     Raises:
-        UsageError: for this reason.
+        UsageError: it is that file.
     """
     for descriptor, why in _STREAMS.items():
         if is_stream(out, descriptor):
@@ -54,13 +53,13 @@ def refuse_streams(out: Path, what: str) -> None:
 
 
 def is_stream(out: Path, descriptor: int) -> bool:
-    """Does this standard stream go to `out`, where what is written to both would be mixed up?
+    """Does this standard stream write to the file `out`?
 
-    Devices other than terminals (the null device, say) keep nothing to mix up.
+    Devices other than terminals (for example the null device) do not count.
     """
     if str(out) == "-":
         return descriptor == 1
-    with suppress(OSError):  # a stream may be closed, and `out` need not be there
+    with suppress(OSError):  # the stream may be closed, and `out` may not exist
         there = out.stat()
         is_kept = not stat.S_ISCHR(there.st_mode) or os.isatty(descriptor)
         return is_kept and os.path.samestat(there, os.fstat(descriptor))
@@ -68,15 +67,15 @@ def is_stream(out: Path, descriptor: int) -> bool:
 
 
 def is_input(out: Path, file: str) -> bool:
-    """Is `out` what is read, by whatever name? "-" is stdin."""
-    with suppress(OSError):  # stdin may be closed, and neither need be there
+    """Is `out` the same file as the input? "-" is stdin."""
+    with suppress(OSError):  # stdin may be closed, and the files may not exist
         given = os.fstat(0) if file == "-" else Path(file).stat()
         return os.path.samestat(out.stat(), given)
     return False
 
 
 def prove_writable(out: Path) -> None:
-    """Find out now whether a plain file can be written there, not after the work of minutes.
+    """Find out before the work whether a file can be written there.
 
     Raises:
         UsageError: it cannot.
@@ -89,7 +88,7 @@ def prove_writable(out: Path) -> None:
 
 @contextmanager
 def writing(out: Path, failure: type[CommandError]) -> Iterator[None]:
-    """The disk's own errors in a sentence; those of the trace are the reader's."""
+    """Turn errors of the disk into a message; errors of the trace are left to the reader."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """nvtrace replay: a trace as a header, a timeline, a step table, totals; or as a log.
 
-Knows the options. Does not know how anything looks (`views/`).
+The views are in `views/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvtrace_cli.options import LangOption, complete_events, selection, warn, wo
 
 
 class View(StrEnum):
-    """What to show of a trace."""
+    """The part of a trace to show."""
 
     ALL = "all"
     TIMELINE = "timeline"
@@ -120,7 +120,7 @@ def replay(
 
 
 def _refuse(options: dict[str, object]) -> None:
-    """Complain about what has no meaning where all of a trace can be browsed."""
+    """Refuse options that make no sense with --interactive."""
     given = [name for name, value in options.items() if value]
     if given:
         raise UsageError(f"--interactive shows the whole trace on a terminal: remove {given[0]}")

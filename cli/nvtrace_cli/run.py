@@ -1,7 +1,6 @@
 """nvtrace run: run a scenario on the engine, watch it, record its trace.
 
-Knows the options and the order of things. Does not know what a scenario asks (`nvtrace.scenarios`)
-or how a run looks (`views/live.py`).
+The scenarios are in `nvtrace.scenarios`; `views/live.py` draws the run.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def run(
     if fault is not None:
         raise RunFailedError(fault)
     if not quiet and place.exists():
-        is_hidden = not which("nvtrace") and which(sys.argv[0])  # .venv/bin/nvtrace, say
+        is_hidden = not which("nvtrace") and which(sys.argv[0])  # for example .venv/bin/nvtrace
         command = sys.argv[0] if is_hidden else "nvtrace"
         say(
             catalog.ui(
@@ -154,13 +153,13 @@ def run(
 def _record(
     scenario: Scenario, options: Options, out: Path, watch: Watch, *, is_quiet: bool
 ) -> tuple[list[Answer], Path, str | None]:
-    """Run and record. Ctrl-C ends in KeyboardInterrupt.
+    """Run and record. Ctrl-C raises KeyboardInterrupt.
 
     Returns:
         The answers, where the trace is, and what is wrong with it.
 
     Raises:
-        RunFailedError: there are no answers, for whatever reason.
+        RunFailedError: the run has no answers.
     """
     # Before torch is loaded: threads that wait for each other sleep instead of spinning. On an idle
     # machine it makes no difference; on a busy one a decode step is not 10 times slower.
@@ -203,7 +202,7 @@ def _record(
 
 
 def _fault(recorder: Recorder, place: Path) -> str | None:
-    """What is wrong with the trace after its end."""
+    """What is wrong with the finished trace, if anything."""
     sink = recorder.trace.sink
     if sink.is_removed:
         return f"{place} was removed while it was written: there is no trace"
@@ -218,7 +217,7 @@ def _fault(recorder: Recorder, place: Path) -> str | None:
 
 
 def _place(recorder: Recorder, out: Path, catalog: Catalog) -> Path:
-    """Where the trace is after its end; it is said if somebody moved it."""
+    """Where the trace is after the run; if it was moved, print where."""
     sink = recorder.trace.sink
     if sink.made is None or sink.is_removed or sink.place == sink.made.path:
         return out
@@ -231,11 +230,11 @@ def _place(recorder: Recorder, out: Path, catalog: Catalog) -> Path:
 
 @contextmanager
 def recording(out: Path, tap: StoppingTap, catalog: Catalog) -> Iterator[Recorder]:
-    """Record a run. If no engine comes of it, there is no trace: all files are what they were.
+    """Record a run. If no engine starts, all files are left as they were.
 
     Args:
-        out: where rank 0's trace goes. An older one is renamed, for good once there is an engine.
-        tap: hears of the events.
+        out: where rank 0's trace goes. An older one is renamed once the engine has started.
+        tap: called with the events of each step.
         catalog: the words.
 
     Raises:
@@ -256,11 +255,11 @@ def recording(out: Path, tap: StoppingTap, catalog: Catalog) -> Iterator[Recorde
 
 
 class StoppingTap:
-    """Hears of a run's events, passes them on, and stops the run once that is asked.
+    """Passes the events of a run on, and stops the run between two steps after Ctrl-C.
 
     Attributes:
         is_asked: was Ctrl-C pressed?
-        has_engine: did an engine come into being?
+        has_engine: did the engine start?
     """
 
     def __init__(self, tap: Callable[[list[Event]], None]) -> None:
@@ -271,7 +270,7 @@ class StoppingTap:
         self._is_over = False
 
     def __call__(self, events: list[Event]) -> None:
-        """Take in events. At a step's end, and before the first, the run can be stopped."""
+        """Pass events on. The run can stop at the end of a step, and before the first one."""
         from nvtrace.events import EngineReady, StepEnd  # noqa: PLC0415 - --help needs no structs
 
         self.has_engine = self.has_engine or any(isinstance(e, EngineReady) for e in events)
@@ -283,15 +282,15 @@ class StoppingTap:
             raise KeyboardInterrupt
 
     def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        """Note the wish; fulfil it at once before the first step, and when it is the second."""
+        """Stop after this step; at once if no step has begun, or if Ctrl-C is pressed again."""
         strikes = self.is_asked or not self._is_stepping
-        self.is_asked = True  # first of all: what is raised here may get lost in foreign code
+        self.is_asked = True  # before raising: library code may swallow the exception
         if strikes:
             raise KeyboardInterrupt
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Any failure after Ctrl-C is its doing: torch may turn the one into another."""
+        """Turn any error after Ctrl-C into KeyboardInterrupt: torch may raise another."""
         try:
             yield
         except Exception as error:
@@ -299,17 +298,17 @@ class StoppingTap:
                 raise KeyboardInterrupt from error
             raise
         finally:
-            self._is_over = True  # what comes now is the closing of the trace
+            self._is_over = True  # from here on, only the trace is closed
 
 
 @contextmanager
 def stopping_between_steps(tap: Callable[[list[Event]], None]) -> Iterator[StoppingTap]:
-    """Let Ctrl-C wait for the step's end, so that the trace is whole up to it.
+    """Let Ctrl-C wait for the end of the step, so that the trace is complete up to it.
 
-    Before the first step, and when pressed twice, Ctrl-C strikes at once.
+    Before the first step, and when pressed twice, Ctrl-C ends the run at once.
 
     Args:
-        tap: what the events are for.
+        tap: called with the events of each step.
 
     Yields:
         The tap to give to the recorder.
@@ -340,7 +339,9 @@ def _check_outs(out: Path, num_ranks: int) -> None:
         path = rank_path(out, rank)
         refuse_streams(path, f"rank {rank}'s trace")
         check_out(path)
-        prove_writable(path)  # what is no folder, as /dev/fd, takes no file beside rank 0's
+        prove_writable(
+            path
+        )  # for example /dev/fd: there is no place for the files of the other ranks
 
 
 def _check_sampling(temperature: float | None, max_tokens: int | None) -> None:

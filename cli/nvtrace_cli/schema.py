@@ -1,6 +1,6 @@
 """nvtrace schema: the JSON Schema of a trace's lines.
 
-Knows the command. Does not know the schema: the structs are it (`nvtrace.reference`).
+`nvtrace.reference` makes it from the event structs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""nvtrace stats: how long requests waited, and what the run made of its machine.
+"""nvtrace stats: latencies, throughput, and how well a run used its machine.
 
-Knows the options and how the trace is read through. Does not know what a metric is
-(`nvtrace.metrics`) or looks like (`views/stats.py`).
+The metrics are in `nvtrace.metrics`; `views/stats.py` draws them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def stats(
 
 
 def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics | RunMetrics]:
-    """The requests as they end, the run at last."""
+    """The metrics of each request as it ends, then those of the run."""
     from nvtrace.caveats import saying_untimed, saying_whose  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.measure import Measure  # noqa: PLC0415 - the same
     from nvtrace.reader import name_of, read_trace  # noqa: PLC0415 - the same
@@ -80,7 +79,7 @@ def _measure(file: str, watch: Callable[[int], None]) -> Iterator[RequestMetrics
 def _first_requests(
     measured: Iterator[RequestMetrics | RunMetrics], limit: int
 ) -> tuple[list[RequestMetrics], int, RunMetrics]:
-    """The requests that ended first, how many there were, and the run."""
+    """The first requests to end, the number of all, and the run."""
     from nvtrace.metrics import RunMetrics  # noqa: PLC0415 - --help needs no metrics
 
     first: list[RequestMetrics] = []

@@ -1,7 +1,7 @@
-"""Stderr, where what is said must never stop a command.
+"""Stderr: messages must never stop a command.
 
-Knows that stderr may be missing, closed, or a pipe that nobody reads any more. Does not know what
-is said. Imports nothing heavy: every command's `--help` loads it.
+Stderr may be missing, closed, or a pipe whose reader is gone. Imports nothing heavy: every
+command's `--help` loads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 1000
 
 
 class Stderr(io.TextIOBase):
-    """Today's `sys.stderr`; silent if there is none, and from its first failure on."""
+    """The current `sys.stderr`; does nothing if there is none, or after its first failure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class Stderr(io.TextIOBase):
 
 
 def tell(line: str) -> None:
-    """One line on stderr; what could move a terminal's cursor or break the line is escaped.
+    """Print one line on stderr; control characters and line breaks are escaped.
 
-    Of a line that quotes something without measure, the beginning is told.
+    A very long line is cut.
     """
     from nvtrace_cli.views.text import escape  # noqa: PLC0415 - --help says nothing
 
@@ -66,7 +66,7 @@ def tell(line: str) -> None:
 
 
 def fill_missing_streams() -> None:
-    """Open what the process was started without, so that everybody may write to it."""
+    """Open standard streams that the process was started without, so that writing works."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - stays open

@@ -1,6 +1,6 @@
 """nvtrace tail: follow a run that is still being written, from another terminal.
 
-Knows the options, and how often to look. Does not know how a line looks (`views/tail.py`).
+`views/tail.py` draws the lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A terminal that is lent to us for a while: keys come one by one, and the screen is ours.
+"""The terminal in full-screen mode: keys arrive one by one, and the alternate screen is used.
 
-Knows modes, signals and the screen beside the scrollback. Does not know what a key means or what is
-drawn. However it ends (an exception, a signal, Ctrl-Z), the terminal is given back as it was.
+However it ends (an exception, a signal, Ctrl-Z), the terminal is restored.
 
 POSIX only: it needs `termios`.
 """
@@ -21,7 +20,7 @@ from nvtrace_cli.keys import KeyDecoder
 try:
     import termios
     import tty
-except ImportError as error:  # no POSIX
+except ImportError as error:  # not POSIX
     raise UsageError(
         "replay --interactive needs a POSIX terminal (Linux, macOS, WSL), and this system has none"
     ) from error
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"  # the other screen, no cursor, empty
-_LEAVE = "\x1b[0m\x1b[2J\x1b[?25h\x1b[?1049l"  # what a resize may keep of it is empty
-_ESCAPE_SECONDS = 0.05  # an arrow key's bytes come together; a lone escape has nothing after it
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"  # the alternate screen, no cursor, cleared
+_LEAVE = "\x1b[0m\x1b[2J\x1b[?25h\x1b[?1049l"  # cleared, because a resize may keep some of it
+_ESCAPE_SECONDS = 0.05  # the bytes of an arrow key arrive together; nothing follows a lone escape
 
 
 def refuse_unless_terminal() -> None:
-    """Complain where nobody could press a key or see a screen.
+    """Refuse to run without a terminal for keys and screen.
 
     Raises:
         UsageError: saying what is missing.
@@ -52,7 +51,7 @@ def refuse_unless_terminal() -> None:
 
 @contextmanager
 def lent_terminal() -> Iterator[Terminal]:
-    """Take the terminal, and give it back in the end."""
+    """Switch the terminal to full-screen mode, and restore it at the end."""
     terminal = Terminal()
     with terminal.watching_signals():
         terminal.enter()
@@ -63,7 +62,7 @@ def lent_terminal() -> Iterator[Terminal]:
 
 
 class Terminal:
-    """Stdin and stdout, in our hands."""
+    """Stdin and stdout in full-screen mode."""
 
     def __init__(self) -> None:
         self._stdin = sys.stdin.fileno()
@@ -75,7 +74,7 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(columns, rows), as they are now."""
+        """(columns, rows) of the window now."""
         with suppress(OSError):
             columns, rows = os.get_terminal_size(self._stdout)
             if columns and rows:
@@ -83,13 +82,13 @@ class Terminal:
         return 80, 24
 
     def read(self, timeout: float | None) -> list[str]:
-        """The keys that were pressed; none if the time is over, or the window has changed.
+        """The keys that were pressed; none after the timeout, or if the window size has changed.
 
         Args:
             timeout: seconds to wait for one; None waits for ever.
 
         Raises:
-            EOFError: the terminal is gone.
+            EOFError: the terminal was closed.
         """
         if not self._wait(timeout):
             return []
@@ -99,7 +98,7 @@ class Terminal:
         return keys
 
     def _wait(self, timeout: float | None) -> bool:
-        """Is there anything to read from the keyboard?"""
+        """Wait for input. Is there any?"""
         ready, _, _ = select.select([self._stdin, self._wake], [], [], timeout)
         if self._wake in ready:
             os.read(self._wake, 1024)
@@ -108,7 +107,7 @@ class Terminal:
     def _feed(self) -> list[str]:
         try:
             data = os.read(self._stdin, 1024)
-        except OSError as error:  # hung up
+        except OSError as error:  # closed
             raise EOFError("the terminal is gone") from error
         if not data:
             raise EOFError("the terminal is gone")
@@ -117,22 +116,22 @@ class Terminal:
     # -- modes -----------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Take the screen and the keys."""
+        """Switch to full-screen mode."""
         if not self._is_ours:
             self._is_ours = True
             tty.setcbreak(self._stdin, termios.TCSADRAIN)
             self._write(_ENTER)
 
     def leave(self) -> None:
-        """Give both back as they were."""
+        """Restore the terminal."""
         if self._is_ours:
             self._is_ours = False
             self._write(_LEAVE)
-            with suppress(termios.error):  # hung up
+            with suppress(termios.error):  # closed
                 termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._modes)
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # hung up
+        with suppress(OSError, ValueError):  # closed
             sys.stdout.flush()
             os.write(self._stdout, text.encode("ascii"))
 
@@ -140,7 +139,7 @@ class Terminal:
 
     @contextmanager
     def watching_signals(self) -> Iterator[None]:
-        """Hear of a new window size, and of Ctrl-Z."""
+        """Handle a new window size, and Ctrl-Z."""
         handlers = {
             signal.SIGWINCH: _ignore,
             signal.SIGTSTP: self._suspend,
@@ -159,13 +158,13 @@ class Terminal:
             os.close(self._woken)
 
     def _suspend(self, _number: int, _frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets its terminal, and we stop as if we had never heard of it."""
+        """Ctrl-Z: restore the terminal, then stop the process as usual."""
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
 
     def _resume(self, _number: int, _frame: FrameType | None) -> None:
-        """`fg`: the shell has set its own modes meanwhile."""
+        """`fg`: switch to full-screen mode again."""
         signal.signal(signal.SIGTSTP, self._suspend)
         self._is_ours = False
         self.enter()

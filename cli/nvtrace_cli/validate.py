@@ -1,7 +1,6 @@
 """nvtrace validate: is a file a trace, line by line?
 
-Knows the options. Does not know a rule (`nvtrace.validate`) or how a fault looks
-(`views/validate.py`).
+`nvtrace.validate` has the rules, `views/validate.py` draws the faults.
 """
 
 from __future__ import annotations

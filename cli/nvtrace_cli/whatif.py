@@ -1,7 +1,6 @@
 """nvtrace whatif: a recorded workload under other settings, without its model.
 
-Knows the options. Does not know how a workload is run again (`nvtrace.whatif`) or how the
-comparison looks (`views/whatif.py`).
+`nvtrace.whatif` runs the workload again, `views/whatif.py` draws the comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ArrivalsBy(StrEnum):
-    """When a request comes in the re-run."""
+    """When a request arrives in the re-run."""
 
     STEP = "step"
     TIME = "time"
@@ -98,7 +97,7 @@ def whatif(
         records = saying_whose(read_trace(file, warn=warn), file, warn)
         recording = read_recording(records)
         all_settings = [recording.settings.changed(each) for each in cases]
-        is_again = not cases and out is not None  # then the unchanged run is the one to keep
+        is_again = not cases and out is not None  # then the trace of the unchanged run is written
         for settings in [recording.settings] if is_again else all_settings:
             recording.check(settings)
         outcomes = _run_all(recording, all_settings, arrivals, out)
@@ -123,10 +122,9 @@ def whatif(
 def _run_all(
     recording: Recording, cases: list[Settings], arrivals: ArrivalsBy, out: Path | None
 ) -> list[RerunResult | None]:
-    """The unchanged run, then each case; the last of them all is kept in `out`.
+    """The unchanged run, then each case; the trace of the last one is written to `out`.
 
-    None stands for the unchanged run if its policy is not there: it comes with the code that was
-    recorded.
+    None stands for the unchanged run if the recorded policy is unknown here.
     """
     from nvtrace.whatif import rerun  # noqa: PLC0415 - --help needs no engine
 

@@ -1,1 +1,1 @@
-"""What the terminal shows. rich lives here and nowhere else."""
+"""What the terminal shows. Only these modules import rich."""

@@ -1,7 +1,4 @@
-"""A run's answers, and the list of runs there are.
-
-Knows how an answer is printed. Does not know how it came about.
-"""
+"""A run's answers, and the list of scenarios."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def print_answers(answers: Sequence[Answer], catalog: Catalog, *, is_quiet: bool
     Args:
         answers: in the order of the requests.
         catalog: the words.
-        is_quiet: the texts only, without what was asked.
+        is_quiet: the texts only, without the prompts.
     """
     console = make_console()
     for index, answer in enumerate(answers):
@@ -62,7 +59,7 @@ def _heading(answer: Answer, catalog: Catalog) -> Text:
 
 
 def _lines(text: str, console: Console) -> list[RenderableType]:
-    """The lines of an answer: wrapped between words on a terminal, as they are elsewhere."""
+    """The lines of an answer: wrapped between words on a terminal, else unchanged."""
     lines = escape_lines(text).split("\n")
     if console.is_terminal:
         return [Prose((line, "")) for line in lines]
@@ -86,13 +83,13 @@ def print_json(value: object) -> None:
 
 
 def scenario_objects(names: Iterable[str], catalog: Catalog) -> list[dict[str, str]]:
-    """The runs there are, for JSON."""
+    """The scenarios, for JSON."""
     stories = [(name, *catalog.scenario(name)) for name in names]
     return [dict(zip(("name", "title", "story"), story, strict=True)) for story in stories]
 
 
 def print_scenarios(names: Iterable[str], catalog: Catalog) -> None:
-    """The runs there are, each with its story."""
+    """The scenarios, each with its description."""
     console = make_console()
     for name in names:
         title, story = catalog.scenario(name)

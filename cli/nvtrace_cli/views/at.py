@@ -1,7 +1,6 @@
 """An engine's state at one moment, on the terminal or for other programs.
 
-Knows tables, and in which order a state is told. Does not know how it was found
-(`nvtrace.snapshots`) or how the pool is drawn (`pool_map.py`).
+`nvtrace.snapshots` finds the state, `pool_map.py` draws the pool.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def print_json(moment: Moment) -> None:
 
 
 def moment_object(moment: Moment) -> dict[str, Any]:
-    """A moment's facts; pages that are free and empty have no entry among `blocks`.
+    """A moment's facts; blocks that are free and empty have no entry among `blocks`.
 
-    `inputs` is as the trace says it, and what it does not say is worked out. `differs` has all that
-    the step's events say otherwise than the events before them lead to.
+    `inputs` is what the trace records; the rest of it is computed from the state. `differs` has the
+    values that the step's events record and that do not follow from the events before them.
     """
     state, inputs = moment.state, moment.inputs
     return {
@@ -120,8 +119,8 @@ def _inputs_object(inputs: Inputs, layout: Layout | None) -> dict[str, Any]:
 def print_plain(moment: Moment) -> None:
     """Five tables with tabs, an empty line between two.
 
-    The state, requests, pages, inputs (by the block tables, and where the trace says that each run
-    goes), and what the trace says otherwise than follows from its events.
+    The state, requests, blocks, inputs (from the block tables, and as the trace records them), and
+    recorded values that do not follow from the events before them.
     """
     state = moment.state
     _print_row("engine_step", moment.step)
@@ -193,7 +192,7 @@ def state_parts(
     """
     state = moment.state
     yield _heading(moment, name, catalog)
-    if moment.schedule is None:  # what there is instead
+    if moment.schedule is None:  # shown instead
         for event in moment.news:
             yield Prose((log_line(event, catalog), ""))
     yield _queues(moment, catalog)
@@ -229,7 +228,7 @@ def _heading(moment: Moment, name: str, catalog: Catalog) -> RenderableType:
 
 
 def _queues(moment: Moment, catalog: Catalog) -> Table:
-    """Both queues in their order, and the pages that would be taken next."""
+    """Both queues in their order, and the free blocks in the order in which they are allocated."""
     state = moment.state
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="label", no_wrap=True)
@@ -273,7 +272,7 @@ def _request_table(requests: list[SequenceState], catalog: Catalog, width: int) 
 
 
 def _difference(claim: Claim, catalog: Catalog) -> str:
-    """What is said and what follows; of lists of one length, the first that is not the same."""
+    """The recorded and the expected value; of equally long lists, the first different items."""
     name, said, follows = claim.field, claim.said, claim.follows
     if isinstance(said, list) and isinstance(follows, list) and len(said) == len(follows):
         pairs = enumerate(zip(said, follows, strict=True))

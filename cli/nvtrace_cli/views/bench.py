@@ -1,9 +1,7 @@
 """A benchmark's report on the terminal.
 
-Knows tables. Does not know how a figure came about (`nvtrace.bench`).
-
-For each workload on each model: who generated how many useful tokens a second, and where the time
-of the engine's steps went.
+For each workload on each model: useful tokens per second of each contender, and where the time of
+the engine's steps went. `nvtrace.bench` measures.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ def _sameness(result: Result) -> Prose:
 
 
 def _step_table(steps: Iterable[StepClass]) -> FittingTable:
-    """How long a step takes, and by how much that is more than its bytes would."""
+    """How long a step takes, and how much longer than reading its bytes would."""
     table = _table(_STEP_COLUMNS)
     for step in steps:
         times = (step.untraced_ms, step.traced_ms, step.floor_ms)

@@ -1,4 +1,4 @@
-"""A frame of the browser: one step among its neighbours, the queues, the pages, the events.
+"""A frame of the browser: one step among its neighbours, the queues, the blocks, the events.
 
     trace.jsonl  step 149 of 256                                       +1.23 s
     decode: nothing can be admitted                                 at its end
@@ -7,8 +7,8 @@
     ▸   149  decode     2  seq 0 ends: max_tokens
         150  decode     1  one token each
 
-Knows panes, and how rows are shared out among them. Does not know keys (`browse_model.py`) or how a
-moment is found (`reel.py`). What other views draw, they draw here too: the pool, the whole state.
+The frame is made of panes. Other views draw the pool and the whole state. `browse_model.py` handles
+keys, `nvtrace.step_cache` finds the moment.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from nvtrace.catalog import Catalog
+    from nvtrace.step_cache import StepDetails
     from nvtrace.summary import StepSummary
     from nvtrace_cli.browse_model import Message, View
-    from nvtrace_cli.reel import Look
 
 SMALLEST = (30, 8)  # columns and rows
 _HEAD_ROWS = 3
-_EMPTY = Text(" ")  # a layout takes what is false for nothing at all
+_EMPTY = Text(" ")  # a false value would leave the layout empty
 _QUEUES = ("running", "waiting", "free", "batch")
 # Rows: below the first the batch is left out, below the second the pool, then all queues.
 _TALL, _LOW, _LOWEST = 28, 20, 14
@@ -60,17 +60,17 @@ _HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is to be drawn.
+    """What a frame shows.
 
     Attributes:
-        view: what is seen.
+        view: the state of the browser.
         look: the moment.
-        near: the step with its neighbours.
+        near: the step and its neighbours.
         first, last: the trace's steps.
     """
 
     view: View
-    look: Look
+    look: StepDetails
     near: list[StepSummary]
     first: int
     last: int
@@ -78,7 +78,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """How the rows of a screen are shared out; 0 leaves a pane out."""
+    """How many rows each pane gets; 0 leaves it out."""
 
     table: int
     queues: int
@@ -88,7 +88,7 @@ class _Rows:
     @classmethod
     def of(cls, rows: int, num_map_rows: int) -> _Rows:
         queues = 0 if rows < _LOWEST else len(_QUEUES) - (rows < _TALL)
-        fixed = _HEAD_ROWS + 1 + 1 + (queues + 1 if queues else 0)  # the foot, and empty rows
+        fixed = _HEAD_ROWS + 1 + 1 + (queues + 1 if queues else 0)  # the last row, and empty rows
         if rows < _LOW or not num_map_rows:
             events = int((rows - fixed) // _EVENT_SHARE)
             return cls(rows - fixed - events, queues, 0, events)
@@ -99,7 +99,7 @@ class _Rows:
 
 
 class Screen:
-    """A whole screen, drawn anew for each frame.
+    """A whole screen, redrawn for each frame.
 
     Args:
         name: of the trace.
@@ -112,7 +112,7 @@ class Screen:
         self._console = make_console()
 
     def draw(self, scene: Scene, columns: int, rows: int) -> int:
-        """Draw a frame. Returns how far its page may be scrolled."""
+        """Draw a frame. Returns how far its pane can be scrolled."""
         self._console.size = ConsoleDimensions(columns, rows)
         if columns < SMALLEST[0] or rows < SMALLEST[1]:
             self._show(Text(self._ui("small", text="{} x {}".format(*SMALLEST))))
@@ -133,7 +133,7 @@ class Screen:
         return furthest
 
     def say(self, message: Message, columns: int, rows: int) -> None:
-        """Say something in the last row, and leave the rest of the frame as it is."""
+        """Show a message in the last row, and leave the rest of the frame as it is."""
         self._console.size = ConsoleDimensions(columns, rows)
         line = Text(self._message(message), style="warning", no_wrap=True, overflow="ellipsis")
         line.truncate(columns, overflow="ellipsis", pad=True)
@@ -196,7 +196,7 @@ class Screen:
         )
 
     def _track(self, scene: Scene, columns: int) -> Text:
-        """How far the step is on the way from the first to the last."""
+        """Where the step is between the first and the last, as a bar."""
         shapes = glyphs(self._console)
         way = max(scene.last - scene.first, 1)
         place = (scene.view.step - scene.first) * (columns - 1) // way
@@ -205,7 +205,7 @@ class Screen:
             (shapes.decode * place, "quiet"), (shapes.ended, "ended"), (rest, "quiet")
         )
 
-    def _queues(self, look: Look, columns: int, num_rows: int) -> Table:
+    def _queues(self, look: StepDetails, columns: int, num_rows: int) -> Table:
         state, schedule = look.moment.state, look.moment.schedule
         queues = {
             "running": state.running,
@@ -226,7 +226,7 @@ class Screen:
             grid.add_row(labels[name], text)
         return grid
 
-    def _pool(self, look: Look, num_rows: int) -> RenderableType:
+    def _pool(self, look: StepDetails, num_rows: int) -> RenderableType:
         state = look.moment.state
         per_cell, lines = small_pool_map(state, self._console, num_rows)
         num_blocks = count(state.num_blocks)
@@ -236,8 +236,8 @@ class Screen:
         scale = self._ui("cell", count=per_cell) if per_cell > 1 else ""
         return Group(_both_ends(Text(title, "heading"), Text(scale, "quiet")), *lines)
 
-    def _events(self, look: Look, num_rows: int) -> Group:
-        """The step's events, its end among them; what led up to it as well, if there is room."""
+    def _events(self, look: StepDetails, num_rows: int) -> Group:
+        """The step's events; also those between it and the previous step, if there is room."""
         num_all = len(look.events)
         if num_all <= num_rows:
             return Group(*(self._event(look, place) for place in range(num_all)))
@@ -252,8 +252,8 @@ class Screen:
             *(self._event(look, place) for place in last),
         )
 
-    def _event(self, look: Look, place: int) -> Text:
-        """An event as its line in the log, without what the frame says anyway."""
+    def _event(self, look: StepDetails, place: int) -> Text:
+        """An event as in the log, without what the frame shows already."""
         event = look.events[place]
         line = log_line(event, self._catalog).removeprefix("TEACHING/")
         line = line.replace(f" | phase={escape(event.phase)}", "", 1)
@@ -313,7 +313,7 @@ class Screen:
 
 
 class _Lines:
-    """Lines that were rendered before."""
+    """Lines that are rendered already."""
 
     def __init__(self, lines: list[list[Segment]]) -> None:
         self._lines = lines
@@ -325,7 +325,7 @@ class _Lines:
 
 
 def _both_ends(left: Text, right: Text) -> Table:
-    """One line: the one at its beginning, the other at its end."""
+    """One line: the first text at its beginning, the second at its end."""
     grid = Table.grid(expand=True, padding=(0, 0, 0, 2))
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     grid.add_column(justify="right", no_wrap=True)

@@ -1,7 +1,6 @@
 """The step table of the browser: a step among its neighbours, one line each.
 
-Knows columns, and which of them a narrow screen goes without. Does not know what is worth a word
-(`notes.py`) or where the table stands (`browser.py`).
+A narrow screen shows fewer columns. `notes.py` has the words of the last column.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def near_table(
         here: the number of the step in the middle.
         last: the largest number of a step.
         catalog: the words.
-        pointer: what stands before the step.
-        width: columns there are.
+        pointer: marks the step.
+        width: of the table.
         num_rows: steps to show.
     """
     columns = [column for column in _COLUMNS if width >= column[2]]
@@ -82,7 +81,7 @@ def near_table(
 
 
 def _window(steps: Sequence[StepSummary], here: int, num_rows: int) -> list[AlikeSteps]:
-    """So many rows, the step's in the middle unless it is near an end."""
+    """So many rows, with the step in the middle unless it is near an end."""
     rows = fold_alike(steps, is_unfolded=True)
     middle = next(place for place, row in enumerate(rows) if row.first.index == here)
     start = max(min(middle - num_rows // 2, len(rows) - num_rows), 0)

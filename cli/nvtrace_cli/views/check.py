@@ -1,7 +1,4 @@
-"""Findings: what disagrees in a trace, as it is found.
-
-Knows the form of a finding on each kind of output. Does not know an invariant (`nvtrace.check`).
-"""
+"""The findings of `nvtrace.check`, printed as they are found."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ _COLUMNS = ("step", "event_id", "event", "invariant", "told", "value", "known", 
 
 
 def show(records: Iterable[Record], catalog: Catalog, bar: Bar, *, is_all: bool) -> int:
-    """Show findings as they come, each with what it teaches. Returns how many there are.
+    """Show findings as they are found, each with its explanation. Returns their number.
 
     Args:
         records: of a trace.
         catalog: the words.
-        bar: goes aside for a finding.
-        is_all: show every one, not the first few.
+        bar: hidden while a finding is printed.
+        is_all: show all, not only the first few.
     """
     console, checker = make_console(), Checker()
     counts: Counter[str] = Counter()

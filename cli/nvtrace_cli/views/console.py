@@ -1,7 +1,6 @@
 """Consoles and the few colours and glyphs that all views share.
 
-Knows terminals. Does not know what is shown. rich itself honours NO_COLOR and leaves colours out
-where the output is no terminal.
+rich itself respects NO_COLOR, and uses no colours if the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -60,9 +59,10 @@ ASCII = Glyphs(".", "-", "=", "o", "#", "x", "", "x", "-")
 
 
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A console for stdout or stderr. Text from a trace is never taken for markup.
+    """A console for stdout or stderr. Text is never read as markup.
 
-    A terminal narrower than `LEAST_WIDTH` wraps lines of that width itself: what is cut is lost.
+    On a terminal narrower than `LEAST_WIDTH`, lines have that width and the terminal wraps them:
+    cut text would be lost.
     """
     console = Console(
         file=cast("TextIO", Stderr()) if stderr else None,
@@ -80,7 +80,7 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 def _sizes_that_can_be(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, without a COLUMNS or LINES that is no number of columns: 0, -1, 10**9."""
+    """The environment, without impossible values of COLUMNS or LINES such as 0, -1, 10**9."""
     return {
         name: value
         for name, value in environment.items()
@@ -90,10 +90,10 @@ def _sizes_that_can_be(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def glyphs(console: Console) -> Glyphs:
-    """What the console's encoding can show."""
+    """The glyphs that the console's encoding can show."""
     return UNICODE if console.encoding.startswith("utf") else ASCII
 
 
 def is_terminal(*, stderr: bool = False) -> bool:
-    """Is somebody watching? FORCE_COLOR does not make a terminal of a file here."""
+    """Is it a terminal? FORCE_COLOR does not count."""
     return (Stderr() if stderr else sys.stdout).isatty()

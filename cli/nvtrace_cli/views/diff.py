@@ -1,7 +1,4 @@
-"""Two traces' differences, on the terminal or for other programs.
-
-Knows tables and sentences. Does not know what a decision is (`nvtrace.diff`).
-"""
+"""The differences of two traces (`nvtrace.diff`), on the terminal or for other programs."""
 
 from __future__ import annotations
 
@@ -127,7 +124,7 @@ def print_plain(difference: TraceDiff) -> None:
 
 
 def show(difference: TraceDiff, catalog: Catalog, limit: int) -> None:
-    """All that differs, settings first.
+    """All differences, settings first.
 
     Args:
         difference: what to show.
@@ -292,7 +289,7 @@ def _show_rest(console: Console, total: int, catalog: Catalog, limit: int) -> No
 def _table(
     headings: Mapping[str, str], catalog: Catalog, leaving: Sequence[str] = ()
 ) -> FittingTable:
-    """Of a comparison both sides are shown, below each other if need be."""
+    """A table that always shows both sides, below each other if there is no room."""
     return FittingTable(
         headings, catalog, leaving=leaving, words=headings, is_continued=not leaving
     )

@@ -1,7 +1,4 @@
-"""What `nvtrace doctor` found, for people or for other programs.
-
-Knows two columns. Does not know how anything was found out (`nvtrace.doctor`).
-"""
+"""What `nvtrace doctor` found, for people or for other programs."""
 
 from __future__ import annotations
 

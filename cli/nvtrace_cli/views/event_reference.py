@@ -1,7 +1,4 @@
-"""The reference of events on the terminal.
-
-Knows tables. Does not know a single event: the descriptions come from `nvtrace.reference`.
-"""
+"""The reference of events on the terminal. The descriptions come from `nvtrace.reference`."""
 
 from __future__ import annotations
 

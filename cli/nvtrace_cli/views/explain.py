@@ -1,7 +1,6 @@
 """An explanation on the terminal, or for other programs.
 
-Knows where sentences, steps, times and proofs stand. Does not know what a sentence says
-(`explain_notes.py`).
+The layout is here, the sentences are in `explain_notes.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def show_request(
     """A request's chain, and where its time went.
 
     Args:
-        story: what is told.
+        story: the explanation.
         step: the step that was asked for; None for the whole life.
         catalog: the words.
         has_proof: name the events behind each sentence.

@@ -1,7 +1,6 @@
-"""What one link of an explanation says, in words.
+"""The sentence for each link of an explanation: which message of the catalog stands for which fact.
 
-Knows which sentence of the catalog says which fact. Does not know where the sentences stand
-(`explain.py`), or how the facts were found (`nvtrace.explain`).
+`nvtrace.explain` finds the facts, `explain.py` lays the sentences out.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def _waited(link: links.Waited, catalog: Catalog) -> str:
 
 
 def _need(reason: str, need: links.Span, whole: links.Span | None, catalog: Catalog) -> str:
-    """What the queue's head needs; less than the whole of it, if the prefix cache has some."""
+    """The blocks that the queue's head needs; cached ones do not count."""
     unit = _UNITS.get(reason)
     text = _range(need, catalog) if unit is None else amount(need, unit, catalog)
     if whole is None:
@@ -79,7 +78,7 @@ def _need(reason: str, need: links.Span, whole: links.Span | None, catalog: Cata
 def _stop(
     reason: str, need: str, have: links.Span, head_seq_id: int | None, catalog: Catalog
 ) -> str:
-    """Why the queue's head is not admitted; named, if it is not the one that is told of."""
+    """Why the queue's head is not admitted; it is named if it is another request."""
     values = {"need": need, "have": _range(have, catalog), "reason": escape(reason)}
     if head_seq_id is None:
         return catalog.ui_or(f"explain_waited_{reason}", "explain_waited_other", **values)
@@ -316,7 +315,7 @@ def requests(seq_ids: Iterable[int], catalog: Catalog) -> str:
 
 
 def amount(number: int | links.Span, unit: str, catalog: Catalog) -> str:
-    """A number of pages, tokens or rows, or a range of it: "1 page", "0 to 3 pages"."""
+    """A number of blocks, tokens or rows, or a range: "1 block", "0 to 3 blocks"."""
     span = (number, number) if isinstance(number, int) else number
     key = f"explain_{unit}" if span == (1, 1) else f"explain_{unit}s"
     return catalog.ui(key, count=_range(span, catalog))

@@ -1,7 +1,4 @@
-"""The panel at a replay's head: the model, the settings, the sum behind the KV pages, the machine.
-
-Knows which facts of a header are worth a line. Does not read files.
-"""
+"""The panel at the top of a replay: the model, the settings, the KV budget, the machine."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ _FRAME = 6  # columns of the border, its padding, and the gap after the labels
 
 
 def header_panel(run: RunSummary, name: str, catalog: Catalog, console: Console) -> Panel:
-    """What ran, with what, where.
+    """The panel: what ran, with which settings, on which machine.
 
     Args:
         run: the trace.
-        name: what the trace is called.
+        name: of the trace.
         catalog: the words.
         console: where it will be shown.
     """
@@ -122,7 +119,7 @@ def _ends(run: RunSummary) -> list[str]:
 def _kv_budget(
     budget: ev.KvBudgetEstimate | None, catalog: Catalog, times: str, num_ranks: int
 ) -> tuple[list[str], list[str], list[str]]:
-    """The sum with its numbers: a page's size, the room there is, the pages that fit in."""
+    """The KV budget with its numbers: the size of a block, the available memory, the blocks."""
     if budget is None:
         return [], [], []
     page = catalog.ui(
@@ -155,7 +152,7 @@ def _kv_budget(
 
 
 def _room(budget: ev.KvBudgetEstimate, catalog: Catalog, times: str) -> str:
-    """The sum that leads to the room for pages."""
+    """The sum that leads to the available memory."""
     step_bytes = (budget.peak_bytes or 0) - (budget.current_bytes or 0)
     return catalog.ui_or(
         f"header_room_sum_{budget.rule}",

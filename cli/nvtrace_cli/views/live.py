@@ -1,6 +1,5 @@
-"""A run while it happens: on a terminal a picture that moves, elsewhere a line now and then.
+"""A run while it goes on: a live display on a terminal, else a line from time to time.
 
-Knows what is worth saying of a run in progress. Does not know how the run is started (`run.py`).
 Everything here goes to stderr.
 """
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nvtrace import events as ev
-from nvtrace_cli.progress import Progress
+from nvtrace.progress import Progress
 from nvtrace_cli.stderr import tell
 from nvtrace_cli.views.console import glyphs, is_terminal, make_console
 from nvtrace_cli.views.text import count, escape
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.progress import RequestProgress
+    from nvtrace.progress import RequestProgress
     from nvtrace_cli.views.console import Glyphs
 
 _FRAMES_PER_SECOND = 12
@@ -36,12 +35,12 @@ _BAR_WIDTH = 30
 
 
 class Reporter(Protocol):
-    """Hears of a run's events in time, as a Recorder's tap."""
+    """The tap of a recorder that shows the run's progress."""
 
     progress: Progress
 
     def __call__(self, events: list[ev.Event]) -> None:
-        """Take in the events of a step, or of what lay between two."""
+        """Take the events of a step, or those between two steps."""
 
 
 @contextmanager

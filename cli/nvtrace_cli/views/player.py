@@ -1,6 +1,6 @@
 """The player: a recorded run in time, its timeline growing step by step.
 
-Knows pace and frames. Does not know where the steps come from. Only called on a terminal.
+Only used on a terminal.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Pacer:
         self.speed = speed
         self._clock = clock
         self._sleep = sleep
-        self._start: tuple[float, int] | None = None  # (our time, the trace's) of the first moment
+        self._start: tuple[float, int] | None = None  # (clock time, trace time) of the first moment
 
     def wait_until(self, ts_ns: int | None) -> None:
-        """Sleep until a moment of the trace has come. The first one asked for is now."""
+        """Sleep until a moment of the trace; the first call sets the beginning."""
         if ts_ns is None:
             return
         if self._start is None:
@@ -70,7 +70,7 @@ def play(
     *,
     has_timeline: bool,
 ) -> None:
-    """Show the steps one after the other, then clear the stage for the whole picture."""
+    """Show the steps one after the other, then clear the screen for the whole picture."""
     last_frame = float("-inf")
     last = steps[-1].index
     with Live(console=console, transient=True, auto_refresh=False) as live:

@@ -1,9 +1,9 @@
-"""The pool of KV pages as a map, one small cell a page; where there is little room, several.
+"""The pool of KV blocks as a map: one cell per block, or per several blocks if space is short.
 
        0  ▓▓▓▓▓▓▓▓ 22██████ ░░░░░░░░ ········
       32  ········ ········ ········ ········
 
-Knows cells, rows and colours. Does not know requests (`at.py` lists their tables).
+`at.py` lists the block tables of the requests.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def small_pool_map(state: State, console: Console, num_rows: int) -> tuple[int, 
     """The whole pool in at most so many rows.
 
     Args:
-        state: whose pages.
+        state: with the blocks.
         console: where it will be shown.
         num_rows: at least 1.
 
     Returns:
-        How many pages a cell stands for (it shows the busiest of them), and the rows.
+        How many blocks a cell stands for (it shows the busiest of them), and the rows.
     """
     cells = _cells(state, _glyphs(console))
     label_width, per_row = _shape(state, console)
@@ -73,12 +73,12 @@ def small_pool_map(state: State, console: Console, num_rows: int) -> tuple[int, 
 
 
 def num_map_rows(state: State, console: Console) -> int:
-    """Rows of the pool's map, one cell a page."""
+    """Rows of the pool's map, one cell per block."""
     return -(-state.num_blocks // _shape(state, console)[1])
 
 
 def _how_busy(cell: _Cell) -> tuple[int, str]:
-    """A page in use is never lost among free ones; nor is one that many share."""
+    """Order of the states: a cell shows shared before used before free blocks."""
     return [*_STYLES].index(cell.kind), cell.glyph
 
 
@@ -89,7 +89,7 @@ def _shape(state: State, console: Console) -> tuple[int, int]:
 
 
 def pool_map(state: State, catalog: Catalog, console: Console) -> Iterator[Text]:
-    """Rows of cells; many rows that are all alike are told instead of drawn."""
+    """Rows of cells; of many equal rows, only the number is given."""
     cells = _cells(state, _glyphs(console))
     label_width, per_row = _shape(state, console)
     rows = [(start, cells[start : start + per_row]) for start in range(0, len(cells), per_row)]
@@ -109,7 +109,7 @@ def pool_map(state: State, catalog: Catalog, console: Console) -> Iterator[Text]
 
 
 def pool_legend(state: State, catalog: Catalog, console: Console) -> Prose:
-    """What each cell stands for, and how many there are of it."""
+    """What each kind of cell means, and how many blocks are of that kind."""
     shapes = _glyphs(console)
     counts = Counter(block_kinds(state))
     parts = []
@@ -135,7 +135,7 @@ def _cells(state: State, shapes: dict[BlockKind, str]) -> list[_Cell]:
 
 
 def _only_cell(row: list[_Cell]) -> _Cell | None:
-    """The cell that all of a row are; None if they differ."""
+    """The cell, if all cells of a row are equal; else None."""
     return row[0] if all(cell == row[0] for cell in row) else None
 
 

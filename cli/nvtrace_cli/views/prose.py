@@ -3,7 +3,6 @@
 rich breaks lines at spaces only, and Chinese has none. Here a line may also break between two wide
 characters, but not before a closing mark or after an opening one, nor at a no-break space.
 
-Knows where a line may break. Does not know what it says.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Prose:
 
     Args:
         *paragraphs: (text, style) of each; every one begins on a new line.
-        label: what stands before the first, in the style of labels.
+        label: before the first one, in the style of labels.
     """
 
     def __init__(self, *paragraphs: tuple[str, str], label: str = "") -> None:
@@ -38,7 +37,7 @@ class Prose:
         self._label = label
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Wrap to the width there is."""
+        """Wrap to the available width."""
         num_labelled = len(self._label)
         for text, style in self.paragraphs:
             for line in wrap(text, options.max_width):

@@ -1,7 +1,6 @@
 """A bar on stderr while a long trace is read.
 
-Knows terminals and how large a file is. Does not know what is read. Where stderr is no terminal,
-nothing is shown.
+If stderr is not a terminal, nothing is shown.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Bar:
     """How far a trace is read. Call it with the number of bytes read so far.
 
     Args:
-        progress: what is drawn; None draws nothing.
-        num_bytes: the whole.
+        progress: rich's bar; None draws nothing.
+        num_bytes: the size of the file.
     """
 
     def __init__(self, progress: Progress | None = None, num_bytes: int = 0) -> None:
@@ -35,7 +34,7 @@ class Bar:
         self._shown = 0
 
     def __call__(self, num_read: int) -> None:
-        """Draw it anew, if it has moved."""
+        """Redraw the bar if it has moved."""
         if self._progress is None or self._task is None or num_read - self._shown < _STRIDE_BYTES:
             return
         self._shown = num_read
@@ -43,7 +42,7 @@ class Bar:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Out of the way while something is printed."""
+        """Hide the bar while something is printed."""
         if self._progress is None:
             yield
             return
@@ -54,11 +53,11 @@ class Bar:
 
 @contextmanager
 def reading_bar(source: str, *, prints_meanwhile: bool = False) -> Iterator[Bar]:
-    """Show how far a file is read; the bar is gone in the end.
+    """Show how far a file is read; the bar disappears at the end.
 
     Args:
-        source: path of the trace. Of standard input, or a pipe, nobody knows how far it is.
-        prints_meanwhile: data goes to stdout all the time; on a terminal it shows how far it is.
+        source: path of the trace. Standard input and pipes have no known size, and no bar.
+        prints_meanwhile: data is printed all the time; on a terminal, no bar is needed then.
     """
     path = Path(source)
     num_bytes = path.stat().st_size if path.is_file() else 0
@@ -72,6 +71,6 @@ def reading_bar(source: str, *, prints_meanwhile: bool = False) -> Iterator[Bar]
         *columns,
         console=make_console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # data goes where it was sent
+        redirect_stdout=False,  # the data on the terminal shows the progress
     ) as progress:
         yield Bar(progress, num_bytes)

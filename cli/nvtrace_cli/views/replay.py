@@ -1,7 +1,6 @@
 """Replay on the terminal: puts header, timeline, step table and totals together, or plays them.
 
-Knows the order of things and when to animate. Does not know how a part is drawn (its own file) or
-what the options are called (`nvtrace_cli/replay.py`).
+Each part is drawn in its own file.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Replay:
         selection: what to show of it.
         catalog: the words.
         warn: takes a sentence about an incomplete trace.
-        speed: 2.0 plays twice as fast as it was, infinity without waiting, None plays nothing.
+        speed: 2.0 plays at twice the run's speed, infinity without waiting, None does not play.
         is_unfolded: give every step a row of its own.
     """
 
@@ -61,7 +60,7 @@ class Replay:
 
     @property
     def name(self) -> str:
-        """What the trace is called on screen."""
+        """The name of the trace on the screen."""
         return PurePath(name_of(self.source)).name
 
     def show(self, *, has_frame: bool, has_timeline: bool, has_steps: bool) -> None:
@@ -110,7 +109,7 @@ class Replay:
         self._complain(run)
 
     def show_log(self, *, as_json: bool) -> None:
-        """One line per event, as they come: in the article's form, or as JSON."""
+        """One line per event: in the article's form, or as JSON."""
         console = make_console()
         is_animated = self.speed is not None and is_terminal() and not as_json
         pacer = Pacer(self.speed) if is_animated and self.speed is not None else None
@@ -137,7 +136,7 @@ class Replay:
             self.warn("these options select no event of the trace")
 
     def _read(self) -> tuple[RunSummary, list[StepSummary]]:
-        """The run, with the steps in range; and those of them that are picked."""
+        """The run with the steps in range, and the selected ones among them."""
         with reading_bar(self.source) as bar:
             records = read_first_rank(self.source, warn=self.warn, watch=bar)
             records = saying_whose(records, self.source, self.warn)
@@ -150,7 +149,7 @@ class Replay:
         return run, [step for step in run.steps if self.selection.picks_step(step)]
 
     def _refuse_missing(self, run: RunSummary) -> None:
-        """Complain about steps and requests that the trace does not have."""
+        """Refuse steps and requests that the trace does not have."""
         if run.last_step is not None and not run.steps:
             extent = f"steps {run.first_step} to {run.last_step}"
             raise UsageError(f"--steps selects no step: {self.name} has {extent}")
@@ -162,12 +161,12 @@ class Replay:
             raise UsageError(f"--seq {missing[0]}: no such request, {self.name} has {known}")
 
     def _complain(self, run: RunSummary) -> None:
-        """Say what a trace is broken by, once all before it is shown."""
+        """Report what is inconsistent in the trace, after everything before it is shown."""
         if run.broken is not None:
             raise InconsistentTraceError(f"{self.name}: {run.broken}") from run.broken
 
     def _seq_ids(self, run: RunSummary, steps: list[StepSummary]) -> list[int]:
-        """The requests to show: all, those asked for, or those that were there in these steps."""
+        """The requests to show: all, the selected ones, or those present in these steps."""
         wanted: Collection[int] | None = self.selection.seq_ids
         if wanted is None and self.selection.has_bounds:
             wanted = set().union(*(step.present for step in steps))
@@ -175,7 +174,7 @@ class Replay:
 
 
 def coloured_log_line(line: str) -> Text:
-    """An event's name stands out; its line is otherwise left as it is."""
+    """The line with the event's name highlighted."""
     name, separator, _ = line.partition(" | ")
     text = Text(line)
     text.stylize("heading" if separator else "quiet", 0, len(name))
@@ -183,7 +182,7 @@ def coloured_log_line(line: str) -> Text:
 
 
 def print_line(line: str) -> None:
-    """One line of data to stdout, as it is."""
+    """Print one line of data on stdout, unchanged."""
     sys.stdout.write(line + "\n")
 
 

@@ -1,6 +1,6 @@
 """A trace's metrics on the terminal, as tables or for other programs.
 
-Knows tables. Does not know how a metric is defined (`nvtrace.metrics`).
+`nvtrace.metrics` defines the metrics.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def print_json(measured: Iterable[RequestMetrics | RunMetrics]) -> None:
 def print_plain(measured: Iterable[RequestMetrics | RunMetrics]) -> None:
     """All requests as a table with tabs, an empty line, and the run as name, value, spread.
 
-    What never happened is an empty cell. Times are in nanoseconds.
+    An empty cell means that it never happened. Times are in nanoseconds.
     """
     names = [n for n in metric_names(RequestMetrics) if n != "inter_token_latencies_ns"]
     _print_line("\t".join(names))
@@ -111,7 +111,7 @@ def show(
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="label", no_wrap=True)
     grid.add_column()
-    is_led = bool(run.phases) and run.mean_blocks_used is None  # a rank that decides nothing
+    is_led = bool(run.phases) and run.mean_blocks_used is None  # a rank that does not schedule
     sentences = _machine_sentences(run, catalog) if is_led else _sentences(run, catalog)
     for label, sentence in sentences:
         grid.add_row(Text(catalog.ui(f"stats_{label}")), Prose((sentence, "")))

@@ -1,7 +1,6 @@
 """The step table: what the scheduler decided, step by step, equal steps folded.
 
-Knows columns. Does not know which steps are one row (`nvtrace.summary`) or what is worth a word
-(`notes.py`).
+`nvtrace.summary` groups steps into rows, `notes.py` has the words of the last column.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ PLAIN_COLUMNS = (
 
 
 def step_table(rows: Iterable[AlikeSteps], catalog: Catalog) -> FittingTable:
-    """Rows as a table that stays readable at 80 columns, and goes without some at fewer.
+    """Rows as a table for 80 columns; a narrower one has fewer columns.
 
     Args:
-        rows: what `nvtrace.summary.fold_alike` made.
+        rows: from `nvtrace.summary.fold_alike`.
         catalog: the words.
     """
     headings = {name: catalog.ui(f"column_{name}") for name in _COLUMNS}
-    headings["time"] += " "  # some room before the words
+    headings["time"] += " "  # space before the words
     table = FittingTable(
         headings,
         catalog,

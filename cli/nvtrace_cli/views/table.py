@@ -1,9 +1,7 @@
-"""Tables that fit: what there is no room for leaves, a whole column at a time.
+"""Tables that fit the width: if there is no room, whole columns are left out.
 
-A number that is cut is another number. So a column has all the room that it asks for or none at
-all; only a column of prose takes what is left, and wraps.
-
-Knows widths. Does not know what is in a table.
+A cut number would be a wrong number. So a column gets all the width that it needs, or is left out;
+only a column of prose takes the remaining width, and wraps.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ _UNBOUNDED = 100_000
 
 
 class FittingTable:
-    """A rich renderable, never wider than there is room.
+    """A rich renderable that is never wider than the available width.
 
     Args:
-        headings: each column's name and what stands above it, from left to right.
-        leaving: names of columns, in the order in which they leave. Behind them leave all others,
-            the last of them first; the first column stays.
+        headings: the name and the heading of each column, from left to right.
+        leaving: names of columns, in the order in which they are left out. After them, all others
+            are, from the last one on; the first column always stays.
         catalog: the words, to say which columns are not shown.
-        words: names of columns that hold words, and so begin at their left.
+        words: names of columns with words, which are aligned to the left.
         prose: the name of the column that wraps.
-        is_continued: what does not fit goes on in another table below, beside the first column.
-        gap: columns of space behind each one.
+        is_continued: columns that do not fit are in another table below, beside the first one.
+        gap: spaces between columns.
         title: above it.
         caption: below it.
     """
@@ -78,7 +76,7 @@ class FittingTable:
         self._rows.append((cells, style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the columns that there is room for, and name the others."""
+        """Draw the columns that fit, and name the others."""
         first, *others = self._headings
         widths = self._widths(console, options)
         shown = self._shown([first, *others], widths, options.max_width)
@@ -101,7 +99,7 @@ class FittingTable:
         return Measurement.get(console, options, self._table(shown))
 
     def _shown(self, names: list[str], widths: dict[str, int], room: int) -> list[str]:
-        """Those of the columns that fit."""
+        """The columns that fit."""
         shown = [*names]
         for name in self._leaving:
             between = (len(shown) - 1) * (self._gap + 1)
@@ -112,7 +110,7 @@ class FittingTable:
         return shown
 
     def _widths(self, console: Console, options: ConsoleOptions) -> dict[str, int]:
-        """The room that each column needs."""
+        """The width that each column needs."""
         free = options.update(max_width=_UNBOUNDED)
         widths = {}
         for index, (name, heading) in enumerate(self._headings.items()):

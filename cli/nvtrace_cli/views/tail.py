@@ -1,7 +1,6 @@
-"""A log that grows: the lines of `nvtrace replay --view log`, as they come.
+"""A growing log: the lines of `nvtrace replay --view log`, as they are written.
 
-Knows which records are shown, and when they must be seen. Does not know how a line is put into
-words (`log.py`), or where records come from.
+`log.py` makes the lines.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Log:
     Args:
         selection: what to show.
         catalog: the words.
-        as_json: each as it stands in the trace.
+        as_json: each as in the trace.
     """
 
     def __init__(self, selection: Selection, catalog: Catalog, *, as_json: bool) -> None:
@@ -37,7 +36,7 @@ class Log:
         self._console = make_console()
 
     def show(self, record: Record) -> None:
-        """Show one, if it is wanted."""
+        """Show a record, if it is selected."""
         if isinstance(record, Header | Footer):
             if self._as_json and self._selection.is_everything:
                 print_line(record_line(record))
@@ -51,5 +50,5 @@ class Log:
             print_line(log_line(record, self._catalog))
 
     def flush(self) -> None:
-        """There is nothing new: let what was shown be seen, also behind a pipe."""
+        """Nothing is new: flush, so that a reader of a pipe gets what was shown."""
         sys.stdout.flush()

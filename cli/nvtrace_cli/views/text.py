@@ -1,9 +1,7 @@
-"""Numbers and foreign text, made fit to print.
+"""Numbers, units, and text from a trace, ready to print.
 
-Knows units and characters. Does not know events or terminals.
-
-Whatever comes out of a trace (a model's name, generated text) passes through `escape`, so that no
-trace can move a reader's cursor, change colours or break a line.
+All text from a trace (the model's name, generated text) goes through `escape`, so that no trace can
+move the cursor, change colours or break a line.
 """
 
 from __future__ import annotations

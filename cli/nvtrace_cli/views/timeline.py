@@ -6,10 +6,7 @@
             2              1
     step    1         100       200
 
-A step is one mark, however few there are: where there is room for more, marks stand apart.
-
-Knows how steps are spread over columns and which state a column of many steps shows. Does not know
-how the steps were worked out (`nvtrace.summary`).
+Each step is one mark; if there are few steps, there is space between the marks.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _MAX_COLUMNS_PER_STEP = 4
 _NICE = (1, 2, 5)
 
 
-# Of several states in one column the highest is drawn. None: the request is not there.
+# If a column has several states, the last of these is drawn. None: the request is absent.
 _BY_RANK: tuple[RequestState | None, ...] = (
     *(None, "waiting", "idle", "decode", "ended", "prefill", "preempted"),
 )
@@ -102,7 +99,7 @@ class Timeline:
         self.last = steps[-1].index if last is None else last
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it as wide as there is room."""
+        """Draw it at the available width."""
         shapes = glyphs(console)
         labels = [self.catalog.ui("seq", ids=seq_id) for seq_id in self.seq_ids]
         names = [self.catalog.ui(key) for key in ("timeline_batch", "timeline_step")]

@@ -1,7 +1,4 @@
-"""The totals at a replay's end, and what became of each request.
-
-Knows sums and rates over a whole run. Does not know single steps' stories (`step_table.py`).
-"""
+"""The totals at the end of a replay, and how each request ended."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _TEXT_INDENT = 5
 def totals(
     run: RunSummary, seq_ids: Iterable[int], catalog: Catalog, console: Console
 ) -> RenderableType:
-    """The run's sums and its requests.
+    """The totals of the run, and its requests.
 
     Args:
         run: the whole trace.

@@ -1,7 +1,4 @@
-"""Faults: what is wrong with the lines of a trace, as it is found.
-
-Knows the form of a fault on each kind of output. Does not know a rule (`nvtrace.validate`).
-"""
+"""The faults in the lines of a trace (`nvtrace.validate`), printed as they are found."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _MOST = 20  # shown unless all are asked for
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of one trace, to be shown.
+    """Shows the faults of one trace.
 
     Attributes:
         source: path of the trace, "-" for stdin.

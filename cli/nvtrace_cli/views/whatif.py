@@ -1,7 +1,6 @@
-"""Runs side by side: the recorded one, the same once more, and each under other settings.
+"""Runs side by side: the recorded one, the unchanged re-run, and a re-run for each case.
 
-Knows tables, and that a simulated time must be called so. Does not know how it came about
-(`nvtrace.whatif`).
+Simulated times are marked as such. `nvtrace.whatif` runs the cases.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _LEAVING = ("mixed", "hits", "prefill", "batch", "times", "p95", "decode", "p50"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What there is to show.
+    """What is shown.
 
     Attributes:
         recording: the recorded run.
         outcomes: the unchanged re-run (None if it cannot be run), then one for each case.
         cases: each case's settings, as the user wrote them.
-        is_by_step: requests came before the step of the same number.
+        is_by_step: requests arrived before the step of the same number.
     """
 
     recording: Recording
@@ -59,7 +58,7 @@ class Comparison:
 
     @property
     def first_other_step(self) -> int | None:
-        """The step from which on the unchanged re-run is not the recorded one."""
+        """The first step at which the unchanged re-run differs from the recorded run."""
         unchanged = self.outcomes[0]
         return None if unchanged is None else unchanged.first_other_step(self.recording)
 
@@ -84,7 +83,7 @@ def print_json(comparison: Comparison) -> None:
 
 
 def print_plain(comparison: Comparison) -> None:
-    """The rows as a table with tabs, an empty line, and the fits. What is unknown is empty."""
+    """The rows as a table with tabs, an empty line, and the fits. Unknown values are empty."""
     names = [field.name for field in fields(RunRow) if field.name not in {"beyond", "refusals"}]
     _print_line("\t".join(names))
     for row in comparison.rows():

@@ -1,24 +1,21 @@
-"""Progress: what a run is doing right now, told by its events as they come.
-
-Knows how events move requests along. Does not know terminals (`views/live.py`) or files.
-"""
+"""Progress: the state of a run, from its events as they arrive. `views/live.py` draws it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-RequestState = Literal["waiting", "prefill", "decode", "idle", "preempted", "ended"]
+    from nvtrace.summary import RequestState
 
 
 @dataclass(slots=True)
 class RequestProgress:
-    """One request, so far."""
+    """One request."""
 
     seq_id: int
     prompt_len: int
@@ -30,11 +27,11 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """A run, so far.
+    """A run that is going on.
 
     Attributes:
         step: the last engine step that ended; 0 before the first.
-        free_blocks: free KV pages; None before the engine is ready.
+        free_blocks: free KV blocks; None before the engine is ready.
         began_ns, now_ns: trace time of the first step's beginning and of the last event.
     """
 
@@ -56,7 +53,7 @@ class Progress:
         return self.num_tokens * 1e9 / (self.now_ns - self.began_ns)
 
     def apply(self, events: Iterable[ev.Event]) -> None:
-        """Take in events, in their order."""
+        """Update from events, given in their order."""
         for event in events:
             self.now_ns = event.ts_ns
             if event.step is not None and self.began_ns is None:
@@ -107,7 +104,7 @@ class Progress:
 
 
 def _prefills(event: ev.SchedulePrefill | ev.ScheduleDecode | ev.ScheduleMixed) -> set[int]:
-    """Of a batch, those whose prompt is computed; after a preemption, what they had is as well."""
+    """The requests of a batch whose prompt, or after a preemption whose tokens, are computed."""
     match event:
         case ev.SchedulePrefill():
             return set(event.seq_ids)

@@ -1,13 +1,11 @@
-"""Reel: a film's steps near to one another, kept at hand, so that going back is as quick as on.
+"""StepCache: the steps near the current one, so that going back is as fast as going forward.
 
-A film is entered every few megabytes. Of the pieces looked at last the reel keeps the records, a
-summary of each step, and the state now and then, packed. So a step's state is a fold over a few
-steps, and memory does not grow with the trace.
+A `SeekableTrace` has a snapshot of the state every few megabytes: a segment. For the last few
+segments, the cache keeps the records, a summary of each step, and the state every few steps. So the
+state of a step is a fold over a few steps, and memory does not grow with the trace.
 
-    film    |--------|--------|--------|--------|      a segment: a few megabytes
-    reel             |.....................|           the last three, a state every few steps
-
-Knows segments. Does not know keys or screens.
+    trace   |--------|--------|--------|--------|      a segment: a few megabytes
+    cache            |.....................|           the last three, a state every few steps
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ MARKERS = (
     *("STATE_TRANSITION", "REQUEST_ABORT", "REQUEST_REFUSED"),
     *("ENGINE_ERROR", "ENGINE_RESET"),
 )
-"""What makes a step worth a stop: somebody is admitted, preempted or ends, or there is an error."""
+"""A step is a marker if a request is admitted, preempted or ends, or there is an error."""
 
 _MARKERS = frozenset(MARKERS)
 _MARKED = parse(" or ".join(f"event == {tag}" for tag in MARKERS))
@@ -50,13 +48,13 @@ _BYTES_A_STEP = 4096  # of kept states, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One moment, with what is told of its step.
+class StepDetails:
+    """One moment, and the events of its step.
 
     Attributes:
-        moment: the state, and what was decided.
-        events: of the step, and since the one before.
-        num_done: how many of them had happened by then.
+        moment: the state and the decision.
+        events: of the step, and those since the previous one.
+        num_done: how many of them come before the moment.
         summary: the step as a row of the step table.
     """
 
@@ -67,7 +65,7 @@ class Look:
 
 
 class _Requests(dict[int, RequestSummary]):
-    """The requests of a segment. One that ended before it may still be spoken of."""
+    """The requests of a segment; events may also name one that ended before it."""
 
     def __missing__(self, seq_id: int) -> RequestSummary:
         return RequestSummary(seq_id, prompt_len=0, max_tokens=0, enqueued_ns=0)
@@ -75,13 +73,13 @@ class _Requests(dict[int, RequestSummary]):
 
 @dataclass(slots=True)
 class _Segment:
-    """A piece of a film.
+    """A piece of a trace.
 
     Attributes:
-        events: all of it.
+        events: of the segment.
         steps, indexes: its steps and their numbers.
-        begins: where each step's events begin, those before it included.
-        states: kept states, each by the place (in `steps`) of the step that it is before.
+        begins: the index of each step's first event; those before the step count as its own.
+        states: index in `steps` -> the state before that step.
     """
 
     events: list[AnyEvent]
@@ -91,11 +89,11 @@ class _Segment:
     states: dict[int, bytes] = field(default_factory=dict)
 
     def fold(self, header: Header, state: State) -> None:
-        """Go through it once, and keep what is needed to enter it anywhere.
+        """Read the segment once, and keep what random access needs.
 
         Args:
             header: of the trace.
-            state: what it begins with.
+            state: at its beginning.
         """
         self.states[0] = save_state(state)
         run, next_kept = RunSummary(header, requests=_Requests()), _STEPS_APART
@@ -103,7 +101,7 @@ class _Segment:
             self.steps.append(step)
             self.indexes.append(step.index)
             place = len(self.steps)
-            # A step that broke off may leave something behind that is part of no kept state.
+            # After an interrupted step, part of its state may be in no kept state.
             if place >= next_kept and step.wall_ns is not None:
                 data = self.states[place] = save_state(state)
                 next_kept = place + max(_STEPS_APART, len(data) // _BYTES_A_STEP)
@@ -119,8 +117,8 @@ class _Segment:
                 last_step = event.step
             end = place + 1
 
-    def look(self, index: int, point: Point) -> Look:
-        """A moment of a step; the other one, if the step has not got this one."""
+    def look(self, index: int, point: Point) -> StepDetails:
+        """A moment of a step; the other moment if the step lacks this one."""
         place = bisect_left(self.indexes, index)
         entrance = max(kept for kept in self.states if kept <= place)
         stops = [*self.begins[1:], len(self.events)]
@@ -134,47 +132,47 @@ class _Segment:
                 if moment.point == point:
                     break
         assert found is not None  # noqa: S101 - a step that has a summary has a moment
-        return Look(found, events, num_done, self.steps[place])
+        return StepDetails(found, events, num_done, self.steps[place])
 
 
-class Reel:
-    """A film, to be looked at step by step.
+class StepCache:
+    """A trace, read step by step.
 
     Args:
-        film: what to look at.
+        trace: the trace.
 
     Attributes:
-        first, last: its steps.
+        first, last: numbers of its first and last step.
 
     Raises:
-        NoSuchStepError: it has no steps.
+        NoSuchStepError: the trace has no steps.
         UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
     """
 
-    def __init__(self, film: SeekableTrace) -> None:
-        self._film = film
+    def __init__(self, trace: SeekableTrace) -> None:
+        self._trace = trace
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
-        records = read_trace(film.path, name=film.name)
+        records = read_trace(trace.path, name=trace.name)
         self._header = cast("Header", next(records))
-        numbers = range(film.num_segments)
+        numbers = range(trace.num_segments)
         first, last = self._first_with_steps(numbers), self._first_with_steps(numbers[::-1])
         if first is None or last is None:
-            raise NoSuchStepError(f"{film.name} has no steps")
+            raise NoSuchStepError(f"{trace.name} has no steps")
         self.first, self.last = first.indexes[0], last.indexes[-1]
 
     def nearest(self, step: int) -> int:
-        """The step itself; the next one if there is none of that number, or the last of all."""
+        """The step of this number, else the next one, else the last."""
         step = min(max(step, self.first), self.last)
         _, segment = self._segment_with(step)
         return segment.indexes[bisect_left(segment.indexes, step)]
 
     def beside(self, step: int, by: int) -> int:
-        """The step `by` steps after this one, before it if negative; or the end that is reached."""
+        """The step `by` steps after this one (negative: before), or the first or last step."""
         found = self.around(step, max(-by, 0), max(by, 0))
         return found[-1 if by > 0 else 0].index
 
     def around(self, step: int, before: int, after: int) -> list[StepSummary]:
-        """The step, with so many before and after it, or as many as there are."""
+        """The step and its neighbours: so many before and after it, as far as they exist."""
         number, segment = self._segment_with(step)
         place = bisect_left(segment.indexes, step)
         found = segment.steps[max(place - before, 0) : place + after + 1]
@@ -184,24 +182,24 @@ class Reel:
                 break
             earlier = self._segment(other).steps[num_before - before :]
             found, num_before = earlier + found, num_before + len(earlier)
-        for other in range(number + 1, self._film.num_segments):
+        for other in range(number + 1, self._trace.num_segments):
             missing = num_before + 1 + after - len(found)
             if not missing:
                 break
             found = found + self._segment(other).steps[:missing]
         return found
 
-    def look(self, step: int, point: Point) -> Look:
-        """A moment of a step that there is; its other moment, if it has not got this one."""
+    def look(self, step: int, point: Point) -> StepDetails:
+        """A moment of an existing step; its other moment if it lacks this one."""
         return self._segment_with(step)[1].look(step, point)
 
     def marker(self, step: int, watch: Callable[[int], None], *, is_backwards: bool) -> int | None:
         """The next step with one of MARKERS, or the one before; None if there is none.
 
         Args:
-            step: where to begin, itself left out.
+            step: where to start; this step does not count.
             watch: see `SeekableTrace.find`.
-            is_backwards: look before it.
+            is_backwards: search backwards.
         """
         _, segment = self._segment_with(step)
         place = bisect_left(segment.indexes, step)
@@ -220,13 +218,13 @@ class Reel:
 
         Args:
             condition: what to look for.
-            step: where to begin, itself included.
-            watch: told of each step that is looked at. What it raises ends the search.
-            is_backwards: look before it.
+            step: where to start; this step counts.
+            watch: called with each step that is examined. What it raises ends the search.
+            is_backwards: search backwards.
         """
         if not self.first <= step <= self.last:
             return None
-        return self._film.find(condition, step=step, is_backwards=is_backwards, watch=watch)
+        return self._trace.find(condition, step=step, is_backwards=is_backwards, watch=watch)
 
     # -- segments --------------------------------------------------------------------------------
 
@@ -234,13 +232,13 @@ class Reel:
         return next((s for s in map(self._segment, numbers) if s.steps), None)
 
     def _segment_with(self, step: int) -> tuple[int, _Segment]:
-        number = self._film.segment_of(step)
+        number = self._trace.segment_of(step)
         return number, self._segment(number)
 
     def _segment(self, number: int) -> _Segment:
-        """A segment, from among those at hand if it is there."""
+        """A segment, from the cache if it is there."""
         if number not in self._segments:
-            state, records = self._film.segment(number)
+            state, records = self._trace.segment(number)
             segment = _Segment([record for record in records if isinstance(record, Event)])
             segment.fold(self._header, state)
             self._segments[number] = segment

@@ -91,6 +91,10 @@ def test_a_trace_is_read_without_the_engine_as_with_it(light: Installed) -> None
     for arguments in READING:
         told = light.run("nvtrace", *arguments)
         assert (told.returncode, told.stdout) == (0, spawn(*arguments).out), told.stderr
+    told = light.run(
+        "python", "-c", "from nvtrace.environment import *; print(version_of('nanovllm'))"
+    )
+    assert told.stdout == "0.1.0\n"
     for arguments in RUNNING:
         told = light.run("nvtrace", *arguments)
         assert (told.returncode, told.stdout) == (2, "")

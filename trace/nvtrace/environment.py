@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+_DISTRIBUTION = "nanovllm-nvtrace"  # the packages nanovllm, nvtrace and nvtrace_cli
 _EXTRAS = dict.fromkeys(("torch", "transformers", "safetensors", "tokenizers"), "engine")
 _EXTRAS |= dict.fromkeys(("pandas", "numpy"), "frames") | {"matplotlib": "notebooks"}
 
@@ -16,7 +17,7 @@ def version_of(package: str) -> str | None:
         package: its name as pip knows it.
     """
     try:
-        return version(package)
+        return version(_DISTRIBUTION if package == "nanovllm" else package)
     except PackageNotFoundError:  # run from a checkout, or built by hand
         return "unknown" if find_spec(package.replace("-", "_")) else None
 
@@ -26,7 +27,7 @@ def install_advice(module: str | None) -> str | None:
     package = (module or "").partition(".")[0]
     if package not in _EXTRAS:
         return None
-    command = f"pip install 'nanovllm-nvtrace[{_EXTRAS[package]}]'"
+    command = f"pip install '{_DISTRIBUTION}[{_EXTRAS[package]}]'"
     return f"this needs {package}, which is not installed: {command}"
 
 

@@ -27,6 +27,7 @@ from nvtrace.at import StepPoint, matches, moments
 from nvtrace.catalog import LANGUAGES, load_catalog
 from nvtrace.query import parse
 from nvtrace.snapshots import SeekableTrace
+from nvtrace.step_cache import MARKERS, StepCache
 from nvtrace_cli.browse import Browser
 from nvtrace_cli.browse_model import (
     FASTEST,
@@ -43,7 +44,6 @@ from nvtrace_cli.browse_model import (
     tick,
 )
 from nvtrace_cli.keys import KeyDecoder
-from nvtrace_cli.reel import MARKERS, Reel
 from nvtrace_cli.views.browser import SMALLEST, Scene, Screen
 from support.cli import call, command, environment, spawn
 from support.cli_traces import HOSTILE_TEXT, crowded_run, write_trace
@@ -206,13 +206,13 @@ RECORDINGS = {
 
 
 @contextmanager
-def reel_of(
+def cache_of(
     recording: Recording, folder: Path, spacing_bytes: int
-) -> Iterator[tuple[Reel, SeekableTrace]]:
+) -> Iterator[tuple[StepCache, SeekableTrace]]:
     path = folder / f"{spacing_bytes}.jsonl"
     path.write_bytes(recording.data)
     film = SeekableTrace(path, warn=pytest.fail, spacing_bytes=spacing_bytes)
-    yield Reel(film), film
+    yield StepCache(film), film
 
 
 def told(moment: Moment) -> tuple[object, ...]:
@@ -221,27 +221,27 @@ def told(moment: Moment) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", RECORDINGS)
 @pytest.mark.parametrize("spacing_bytes", [1, 4000, 10**9])
-def test_the_reel_shows_every_moment_as_the_film_does(
+def test_the_cache_shows_every_moment_as_the_trace_does(
     name: str, spacing_bytes: int, tmp_path: Path
 ) -> None:
     recording = RECORDINGS[name]
     places = [StepPoint(moment.step, moment.point) for moment in moments(recording.records)]
-    with reel_of(recording, tmp_path, spacing_bytes) as (reel, film):
+    with cache_of(recording, tmp_path, spacing_bytes) as (cache, film):
         for place in [*places, *places[::-1]]:
-            look = reel.look(place.step, place.point)
+            look = cache.look(place.step, place.point)
             assert told(look.moment) == told(film.at(place.step, place.point))
             assert look.summary.index == place.step
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
 @pytest.mark.parametrize("spacing_bytes", [1, 10**9])
-def test_the_reel_tells_each_event_once_and_in_order(
+def test_the_cache_tells_each_event_once_and_in_order(
     name: str, spacing_bytes: int, tmp_path: Path
 ) -> None:
     recording = RECORDINGS[name]
-    with reel_of(recording, tmp_path, spacing_bytes) as (reel, _):
-        steps = reel.around(reel.first, 0, 1000)
-        looks = [reel.look(step.index, "end") for step in steps]
+    with cache_of(recording, tmp_path, spacing_bytes) as (cache, _):
+        steps = cache.around(cache.first, 0, 1000)
+        looks = [cache.look(step.index, "end") for step in steps]
     seen = [event for look in looks for event in look.events]
     events = [record for record in recording.records if isinstance(record, ev.Event)]
     last = max(place for place, event in enumerate(events) if event.step is not None)
@@ -251,21 +251,21 @@ def test_the_reel_tells_each_event_once_and_in_order(
 
 
 @pytest.mark.parametrize("spacing_bytes", [1, 4000, 10**9])
-def test_steps_have_the_same_neighbours_wherever_the_film_is_cut(
+def test_steps_have_the_same_neighbours_wherever_the_trace_is_cut(
     spacing_bytes: int, tmp_path: Path
 ) -> None:
-    with reel_of(RECORDINGS["busy"], tmp_path, 10**8) as (whole, _):
+    with cache_of(RECORDINGS["busy"], tmp_path, 10**8) as (whole, _):
         every = whole.around(whole.first, 0, 1000)
-    with reel_of(RECORDINGS["busy"], tmp_path, spacing_bytes) as (reel, _):
-        assert (reel.first, reel.last) == (1, len(every))
+    with cache_of(RECORDINGS["busy"], tmp_path, spacing_bytes) as (cache, _):
+        assert (cache.first, cache.last) == (1, len(every))
         for place, step in enumerate(every):
             for before, after in ((0, 0), (3, 2), (1000, 0), (0, 1000)):
                 expected = every[max(place - before, 0) : place + after + 1]
-                found = reel.around(step.index, before, after)
+                found = cache.around(step.index, before, after)
                 assert [shown(other) for other in found] == [shown(other) for other in expected]
-            assert reel.beside(step.index, 4) == min(step.index + 4, reel.last)
-            assert reel.beside(step.index, -4) == max(step.index - 4, 1)
-        assert (reel.nearest(-5), reel.nearest(10**30)) == (1, reel.last)
+            assert cache.beside(step.index, 4) == min(step.index + 4, cache.last)
+            assert cache.beside(step.index, -4) == max(step.index - 4, 1)
+        assert (cache.nearest(-5), cache.nearest(10**30)) == (1, cache.last)
 
 
 def shown(step: StepSummary) -> StepSummary:
@@ -281,12 +281,12 @@ def test_markers_are_where_the_condition_for_them_holds(
     recording = RECORDINGS[name]
     marked = sorted({place.step for place in matches(moments(recording.records), MARKED)})
     assert len(marked) > 3
-    with reel_of(recording, tmp_path, spacing_bytes) as (reel, _):
-        for step in range(reel.first, reel.last + 1):
+    with cache_of(recording, tmp_path, spacing_bytes) as (cache, _):
+        for step in range(cache.first, cache.last + 1):
             after = next((other for other in marked if other > step), None)
             before = next((other for other in marked[::-1] if other < step), None)
-            assert reel.marker(step, ignore, is_backwards=False) == after
-            assert reel.marker(step, ignore, is_backwards=True) == before
+            assert cache.marker(step, ignore, is_backwards=False) == after
+            assert cache.marker(step, ignore, is_backwards=True) == before
 
 
 # -- from key to frame -----------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Script:
 
 def play(trace: Path, *batches: list[str]) -> Script:
     script = Script(*batches)
-    browser = Browser(Reel(SeekableTrace(trace)), script, cast("Screen", script), 1)
+    browser = Browser(StepCache(SeekableTrace(trace)), script, cast("Screen", script), 1)
     browser.go()
     script.view = browser.view
     return script
@@ -387,9 +387,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def frame(
     capsys: pytest.CaptureFixture[str], trace: Path, view: View, *size: int, lang: str
 ) -> str:
-    reel = Reel(SeekableTrace(trace))
-    near = reel.around(view.step, size[1], size[1])
-    scene = Scene(view, reel.look(view.step, view.point), near, reel.first, reel.last)
+    cache = StepCache(SeekableTrace(trace))
+    near = cache.around(view.step, size[1], size[1])
+    scene = Scene(view, cache.look(view.step, view.point), near, cache.first, cache.last)
     screen = Screen(trace.name, load_catalog(lang))  # type: ignore[arg-type]  # one of LANGUAGES
     capsys.readouterr()
     screen.draw(scene, *size)

@@ -28,9 +28,9 @@ from nvtrace import events as ev
 from nvtrace import pipeline, recorder
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import Footer
+from nvtrace.progress import Progress
 from nvtrace.reader import read_trace
 from nvtrace.scenarios import SCENARIOS
-from nvtrace_cli.progress import Progress
 from nvtrace_cli.run import recording, stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
 from nvtrace_cli.views.console import THEME, UNICODE

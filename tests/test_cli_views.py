@@ -19,9 +19,9 @@ from rich.console import Console
 from nvtrace import events as ev
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import ModelFacts
+from nvtrace.progress import Progress
 from nvtrace.summary import BlockCounts, Share, StepSummary, fold_alike
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.progress import Progress
 from nvtrace_cli.views.console import THEME
 from nvtrace_cli.views.log import log_line
 from nvtrace_cli.views.player import Pacer

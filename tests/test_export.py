@@ -364,7 +364,7 @@ def test_without_pyarrow_the_way_to_it_is_named(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     outcome = call(capsys, "export", crowded, "--to", "parquet", "--out", tmp_path / "w")
     assert outcome.code == 2
-    assert "pip install 'nanovllm[parquet]'" in outcome.err
+    assert "pip install 'nanovllm-nvtrace[parquet]'" in outcome.err
 
 
 def test_a_number_that_fits_no_column_is_an_error_and_leaves_no_file(

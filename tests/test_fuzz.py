@@ -20,12 +20,12 @@ SEED = 1
 ENOUGH = 60  # workloads within which each planted fault must show
 
 CORNERS = {
-    *("steps", "requests", "chunks", "preemptions", "prefix hits (pages)", "evictions (pages)"),
+    *("steps", "requests", "chunks", "preemptions", "prefix hits (blocks)", "evictions (blocks)"),
     *("refusals", "errors", "cache resets", "ended by aborted", "ended by eos"),
     *("ended by stop_token", "ended by stop_string", "ended by max_tokens"),
     "ended by max_model_len",
-    "steps computed ahead",
-    "steps computed ahead in vain",
+    "steps run ahead",
+    "steps run ahead, not used",
 }
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from nvtrace.analysis import Trace
+from nvtrace.analysis import Trace, load
 from support.docs import ROOT, blocks_of, pages
 
 if TYPE_CHECKING:
@@ -129,3 +129,11 @@ def test_names_that_are_loaded_late_are_listed(face: str) -> None:
     module = importlib.import_module(face)
     assert {*module.__all__} <= {*dir(module)}
     assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+def test_what_a_notebook_prints_says_what_it_is() -> None:
+    trace = load(ROOT / "docs" / "traces" / "example.jsonl.zst")
+    assert repr(trace).endswith("example.jsonl.zst: 1,302 events of rank 0>")
+    assert repr(trace.at(40)) == (
+        "<State in step 40: 2 running, 0 waiting, 1363 of 1365 blocks free>"
+    )

@@ -79,20 +79,20 @@ def at(
         raise UsageError("--backwards needs --until CONDITION")
     from nvtrace_cli.views import at as view  # noqa: PLC0415 - --help needs no rich
 
-    with tidy_ends(), _film(file) as film:
-        found = _look(film, step, moment, until, is_backwards=backwards)
+    with tidy_ends(), _opened(file) as trace:
+        found = _look(trace, step, moment, until, is_backwards=backwards)
         if found.schedule is None:
-            _say_whose(film, file)
+            _say_whose(trace, file)
         if json:
             view.print_json(found)
         elif plain:
             view.print_plain(found)
         else:
-            view.show(found, film.name, words(lang))
+            view.show(found, trace.name, words(lang))
 
 
 def _look(
-    film: SeekableTrace,
+    trace: SeekableTrace,
     step: int | None,
     moment: MomentChoice | None,
     until: str | None,
@@ -107,30 +107,30 @@ def _look(
         point = "schedule" if moment is MomentChoice.SCHEDULE else "end"
     try:
         if until is None:
-            return film.at(step, point or "end")
-        place = film.find(parse(until), step=step, point=point, is_backwards=is_backwards)
+            return trace.at(step, point or "end")
+        place = trace.find(parse(until), step=step, point=point, is_backwards=is_backwards)
         if place is not None:
-            return film.at(place.step, place.point)
+            return trace.at(place.step, place.point)
     except QueryError as error:
         raise UsageError(f"--until {error}") from error
     except NoSuchStepError as error:
         raise UsageError(str(error)) from error
     where = "" if step is None else f" {'up to' if is_backwards else 'from'} step {step}"
-    say(f"{until} is true nowhere in {film.name}{where}")
+    say(f"{until} is true nowhere in {trace.name}{where}")
     raise typer.Exit(_NOT_FOUND)
 
 
-def _say_whose(film: SeekableTrace, file: str) -> None:
+def _say_whose(trace: SeekableTrace, file: str) -> None:
     """If the trace has no decisions because its rank does not schedule, warn."""
     from nvtrace.caveats import about_rank  # noqa: PLC0415 - --help needs no msgspec
 
-    rank = film.header.rank
+    rank = trace.header.rank
     if rank:
         warn(about_rank(file, rank))
 
 
 @contextmanager
-def _film(file: str) -> Iterator[SeekableTrace]:
+def _opened(file: str) -> Iterator[SeekableTrace]:
     """The trace, opened for random access. A pipe is copied to a temporary file."""
     from nvtrace.reader import UnreadableTraceError, name_of, open_trace  # noqa: PLC0415 - --help needs no msgspec
     from nvtrace.snapshots import SeekableTrace  # noqa: PLC0415 - the same
@@ -138,10 +138,10 @@ def _film(file: str) -> Iterator[SeekableTrace]:
 
     if Path(file).is_file():
         with reading_bar(file) as watch:
-            film = SeekableTrace(Path(file), warn=warn, watch=watch)
-        if film.has_made_index:
-            say(f"{film.index_path} was made, so that the next calls on {file} are fast")
-        yield film
+            trace = SeekableTrace(Path(file), warn=warn, watch=watch)
+        if trace.has_made_index:
+            say(f"{trace.index_path} was made, so that the next calls on {file} are fast")
+        yield trace
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"

@@ -21,7 +21,7 @@ from nvtrace_cli.failures import (
     no_stdout_is_no_failure,
     tidy_ends,
 )
-from nvtrace_cli.options import say
+from nvtrace_cli.options import complete_devices, say
 from nvtrace_cli.outputs import check_out, prove_writable, refuse_streams, writing
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def bench(
         int | None,
         typer.Option(min=1, max=1024, metavar="N", help="CPU threads; by default torch's number."),
     ] = None,
-    device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="The device: auto, cpu or cuda.", autocompletion=complete_devices)
+    ] = "auto",
     dtype: Annotated[
         DtypeChoice, typer.Option(help="The dtype to compute in; auto is the engine's choice.")
     ] = DtypeChoice.AUTO,

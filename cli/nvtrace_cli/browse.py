@@ -1,8 +1,8 @@
 """nvtrace replay --interactive: a trace on a terminal, step by step, forwards and back.
 
 This module reads a key, changes the view, and draws the next frame. The meaning of keys is in
-`browse_model.py`, the steps come from `reel.py`, frames from `views/browser.py`, and keys from
-`terminal.py`.
+`browse_model.py`; the steps come from `nvtrace.step_cache`, frames from `views/browser.py`, and
+keys from `terminal.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 from nvtrace.at import StepPoint
 from nvtrace.reader import UnreadableTraceError, open_trace, raw_lines
 from nvtrace.snapshots import NoSuchStepError, SeekableTrace
+from nvtrace.step_cache import StepCache
 from nvtrace.unpack import is_packed
 from nvtrace_cli.browse_model import Jump, Message, Move, Quit, Seek, View, press, tick
 from nvtrace_cli.failures import UsageError, tidy_ends
 from nvtrace_cli.options import say, warn
-from nvtrace_cli.reel import Reel
 from nvtrace_cli.terminal import lent_terminal, refuse_unless_terminal
 from nvtrace_cli.views.browser import Scene, Screen
 from nvtrace_cli.views.reading import reading_bar
@@ -67,29 +67,29 @@ def browse(file: str, catalog: Catalog, first_step: int | None) -> None:
     if file == "-":
         raise UsageError("--interactive reads keys from standard input: give a file instead of -")
     refuse_unless_terminal()
-    with tidy_ends(), _film(Path(file)) as film:
+    with tidy_ends(), _opened(Path(file)) as trace:
         try:
-            reel = Reel(film)
+            cache = StepCache(trace)
         except NoSuchStepError as error:
             raise UsageError(f"{error}: there is nothing to browse") from error
         with lent_terminal() as terminal:
             screen = Screen(Path(file).name, catalog)
-            Browser(reel, terminal, screen, reel.nearest(first_step or reel.first)).go()
+            Browser(cache, terminal, screen, cache.nearest(first_step or cache.first)).go()
 
 
 class Browser:
     """Keys in, frames out.
 
     Args:
-        reel: the trace.
+        cache: the trace.
         keyboard: where keys come from.
         screen: where frames go.
         step: where to begin.
     """
 
-    def __init__(self, reel: Reel, keyboard: Keyboard, screen: Screen, step: int) -> None:
+    def __init__(self, cache: StepCache, keyboard: Keyboard, screen: Screen, step: int) -> None:
         self.view = View(step)
-        self._reel = reel
+        self._cache = cache
         self._keyboard = keyboard
         self._screen = screen
         self._next_look = 0.0
@@ -121,11 +121,11 @@ class Browser:
         return max(1 / min(self.view.rate, _FRAMES_PER_SECOND) - spent, 0.0)
 
     def _draw(self) -> None:
-        view, reel = self.view, self._reel
+        view, cache = self.view, self._cache
         columns, rows = self._keyboard.size
-        look = reel.look(view.step, view.point)
-        near = reel.around(view.step, rows, rows)
-        scene = Scene(view, look, near, reel.first, reel.last)
+        look = cache.look(view.step, view.point)
+        near = cache.around(view.step, rows, rows)
+        scene = Scene(view, look, near, cache.first, cache.last)
         furthest = self._screen.draw(scene, columns, rows)
         self.view = replace(view, scroll=min(view.scroll, furthest))
 
@@ -135,12 +135,12 @@ class Browser:
         view = self.view
         match wish:
             case Move(by=by):
-                step = self._reel.beside(view.step, by)
+                step = self._cache.beside(view.step, by)
                 self._arrive(replace(view, is_playing=view.is_playing and step != view.step), step)
             case Jump(step=None):
-                self._arrive(view, self._reel.last)
+                self._arrive(view, self._cache.last)
             case Jump(step=int(step)):
-                self._arrive(view, self._reel.nearest(step))
+                self._arrive(view, self._cache.nearest(step))
             case Seek():
                 self._seek(wish)
 
@@ -168,10 +168,10 @@ class Browser:
         """Search for the condition, forwards or backwards from the current moment."""
         view, back = self.view, seek.is_backwards
         if seek.condition is None:
-            step = self._reel.marker(view.step, self._watch, is_backwards=back)
+            step = self._cache.marker(view.step, self._watch, is_backwards=back)
             return None if step is None else StepPoint(step, view.point)
         begin = view.step - 1 if back else view.step + 1
-        return self._reel.find(seek.condition, begin, self._watch, is_backwards=back)
+        return self._cache.find(seek.condition, begin, self._watch, is_backwards=back)
 
     def _watch(self, step: int) -> None:
         """Show how far a search is, and stop it if a key was pressed."""
@@ -185,7 +185,7 @@ class Browser:
 
 
 @contextmanager
-def _film(path: Path) -> Iterator[SeekableTrace]:
+def _opened(path: Path) -> Iterator[SeekableTrace]:
     """The trace, opened for random access.
 
     A compressed trace is unpacked to a temporary file, and a pipe is copied to one. If the trace's
@@ -199,10 +199,12 @@ def _film(path: Path) -> Iterator[SeekableTrace]:
         is_writable = os.access(path.parent, os.W_OK)
         with reading_bar(str(path)) as bar:
             index_folder = None if is_writable else folder
-            film = SeekableTrace(path, warn=warn, watch=bar, index_folder=index_folder, name=called)
-        if film.has_made_index and is_writable and not is_copied:
-            say(f"{film.index_path} was made, so that the next calls on {path} are fast")
-        yield film
+            trace = SeekableTrace(
+                path, warn=warn, watch=bar, index_folder=index_folder, name=called
+            )
+        if trace.has_made_index and is_writable and not is_copied:
+            say(f"{trace.index_path} was made, so that the next calls on {path} are fast")
+        yield trace
 
 
 def _unpacked(path: Path, folder: Path) -> Path:

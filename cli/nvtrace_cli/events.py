@@ -10,12 +10,17 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, words
+from nvtrace_cli.options import LangOption, complete_events, words
 
 
 def events(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One event; without it, all of them.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="One event; without it, all of them.",
+            autocompletion=complete_events,
+        ),
     ] = None,
     lang: LangOption = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,

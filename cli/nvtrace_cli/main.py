@@ -19,6 +19,7 @@ from nvtrace_cli.failures import (
     OUTPUT_FAILED,
     OWN_FAULT,
     UNREADABLE_TRACE,
+    USAGE,
     CommandError,
     interrupts_end_it,
     silence_stdout,
@@ -156,6 +157,9 @@ def _sentence(error: Exception) -> str:
         return f"{error.format_message().rstrip('.')} (see {command} --help)"
     if _is_of_stdout(error):
         return f"stdout cannot be written, so the output is incomplete: {error}"
+    advice = _advice(error)
+    if advice is not None:
+        return advice
     if isinstance(error, OverflowError):
         return (
             f"a number in the trace is too large ({error}): `nvtrace validate` says in which line"
@@ -166,11 +170,20 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
+def _advice(error: Exception) -> str | None:
+    """What to install, if that is what is missing."""
+    from nvtrace.environment import install_advice  # noqa: PLC0415 - for errors only
+
+    return install_advice(error.name) if isinstance(error, ModuleNotFoundError) else None
+
+
 def _exit_code(error: Exception) -> int:
     from nvtrace.envelope import NewerTraceError  # noqa: PLC0415 - for errors only
     from nvtrace.reader import UnreadableTraceError  # noqa: PLC0415 - the same
     from nvtrace.replay import InconsistentTraceError  # noqa: PLC0415 - the same
 
+    if _advice(error) is not None:
+        return USAGE
     if isinstance(error, NewerTraceError):
         return NEWER_TRACE
     if isinstance(error, UnreadableTraceError | InconsistentTraceError | OverflowError):

@@ -30,6 +30,62 @@ class Lang(StrEnum):
     ZH = "zh"
 
 
+def complete_scenarios(incomplete: str) -> list[str]:
+    """The scenarios that a shell can complete to."""
+    from nvtrace.scenarios import SCENARIOS  # noqa: PLC0415 - for completion only
+
+    return [name for name in SCENARIOS if name.startswith(incomplete)]
+
+
+def complete_events(incomplete: str) -> list[str]:
+    """The same of events, in the case that was begun."""
+    from nvtrace.events import EVENT_TYPES  # noqa: PLC0415 - for completion only
+
+    is_lower = incomplete.islower()
+    names = [name.lower() if is_lower else name for name in EVENT_TYPES]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """The same of scheduling policies."""
+    from nanovllm.engine.policies import POLICIES  # noqa: PLC0415 - for completion only
+
+    return [name for name in POLICIES if name.startswith(incomplete)]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """The same of devices."""
+    return [name for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]
+
+
+def complete_changes(incomplete: str) -> list[str]:
+    """The same of `nvtrace whatif`'s NAME=VALUE: settings, then policies."""
+    from nvtrace.whatif.settings import NAMES  # noqa: PLC0415 - for completion only
+
+    before, comma, part = incomplete.rpartition(",")
+    if part.startswith("policy="):
+        words = [f"policy={name}" for name in complete_policies(part.removeprefix("policy="))]
+    else:
+        words = [f"{name}=" for name in NAMES if name.startswith(part)]
+    return [before + comma + word for word in words]
+
+
+ScenarioArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="The scenario; --list shows them all.",
+        autocompletion=complete_scenarios,
+    ),
+]
+
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: a GPU if there is one.", autocompletion=complete_devices
+    ),
+]
+
 LangOption = Annotated[
     Lang | None, typer.Option("--lang", help="Language of the output; by default the locale's.")
 ]

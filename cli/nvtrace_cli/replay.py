@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, selection, warn, words
+from nvtrace_cli.options import LangOption, complete_events, selection, warn, words
 
 
 class View(StrEnum):
@@ -40,7 +40,11 @@ def replay(
     ] = None,
     event: Annotated[
         str | None,
-        typer.Option(metavar="GLOB", help="Only these events: 'SCHEDULE_*', preempt ..."),
+        typer.Option(
+            metavar="GLOB",
+            help="Only these events: 'SCHEDULE_*', preempt ...",
+            autocompletion=complete_events,
+        ),
     ] = None,
     unfold: Annotated[
         bool, typer.Option("--unfold", help="Show every step in its own row.")

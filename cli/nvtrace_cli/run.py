@@ -22,8 +22,11 @@ from nvtrace_cli.check import CheckOption, Watch
 from nvtrace_cli.failures import CommandError, RunFailedError, UsageError, interrupts_end_it
 from nvtrace_cli.options import (
     ChatTemplateOption,
+    DeviceOption,
     LangOption,
+    ScenarioArgument,
     ThinkingOption,
+    complete_policies,
     say,
     template_kwargs,
     words,
@@ -44,9 +47,7 @@ _LARGEST_SEED = 2**64 - 1
 
 
 def run(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The scenario; --list shows them all.")
-    ] = None,
+    name: ScenarioArgument = None,
     *,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     model: Annotated[
@@ -73,7 +74,10 @@ def run(
     chat_template_kwargs: ChatTemplateOption = None,
     enable_thinking: ThinkingOption = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"What goes into a step: {', '.join(POLICIES)}.")
+        str | None,
+        typer.Option(
+            help=f"What goes into a step: {', '.join(POLICIES)}.", autocompletion=complete_policies
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of all random draws.")
@@ -81,9 +85,7 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, max=1024, metavar="N", help="Processes that share the model.")
     ] = 1,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     check: CheckOption = False,
     lang: LangOption = None,
     json: Annotated[

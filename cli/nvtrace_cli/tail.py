@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from nvtrace_cli.failures import UsageError
-from nvtrace_cli.options import LangOption, say, selection, warn, words
+from nvtrace_cli.options import LangOption, complete_events, say, selection, warn, words
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -24,7 +24,12 @@ def tail(
     ],
     *,
     event: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only these events: 'SCHEDULE_*', preempt ..")
+        str | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Only these events: 'SCHEDULE_*', preempt ..",
+            autocompletion=complete_events,
+        ),
     ] = None,
     seq: Annotated[
         list[int] | None, typer.Option(metavar="ID", help="Only this request (may be repeated).")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nvtrace_cli.failures import RunFailedError, UsageError
-from nvtrace_cli.options import LangOption, say, warn, words
+from nvtrace_cli.options import LangOption, complete_changes, say, warn, words
 from nvtrace_cli.outputs import refuse_streams, writing
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def whatif(
             help="Change this setting (may be repeated: all of them together). "
             "max_num_batched_tokens, max_num_seqs, max_model_len, kvcache_block_size, "
             "num_kvcache_blocks, enable_prefix_caching, policy.",
+            autocompletion=complete_changes,
         ),
     ] = None,
     case: Annotated[
@@ -48,6 +49,7 @@ def whatif(
         typer.Option(
             metavar="NAME=VALUE,...",
             help="A separate case, such as 'policy=mixed,max_num_seqs=8' (may be repeated).",
+            autocompletion=complete_changes,
         ),
     ] = None,
     arrivals: Annotated[

@@ -198,16 +198,16 @@ def examine(case: Case) -> Counter[str]:
     tally = ordeal.tally
     tally["steps"] = ordeal.run.num_steps
     runner = runner_of(ordeal.run.engine)
-    tally["steps computed ahead"] = runner.num_ahead
-    tally["steps computed ahead in vain"] = runner.num_discarded
+    tally["steps run ahead"] = runner.num_ahead
+    tally["steps run ahead, not used"] = runner.num_discarded
     for record in ordeal.records:
         match record:
             case ev.Preempt():
                 tally["preemptions"] += 1
             case ev.BlocksShare() | ev.BlocksRevive():
-                tally["prefix hits (pages)"] += sum(map(len, record.block_ids))
+                tally["prefix hits (blocks)"] += sum(map(len, record.block_ids))
             case ev.BlocksEvict(reason="page_needed"):
-                tally["evictions (pages)"] += len(record.block_ids)
+                tally["evictions (blocks)"] += len(record.block_ids)
             case ev.RequestEnqueue():
                 tally["requests"] += 1
             case ev.RequestRefused():

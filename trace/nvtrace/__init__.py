@@ -1,6 +1,7 @@
 """nvtrace: record what an engine says, read it back, replay it.
 
-`record` needs the engine, and `load` pandas; everything else works on a trace alone. Names are
+`record` needs the engine (the extra `engine`), and `load` pandas (the extra `frames`); everything
+else works on a trace alone. Names are
 loaded at their first use, so that reading a trace imports no engine.
 """
 
@@ -46,7 +47,12 @@ if not TYPE_CHECKING:  # to a type checker, a module with this function has ever
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
+            try:
+                return getattr(import_module(_HOMES[name]), name)
+            except ModuleNotFoundError as error:
+                from nvtrace.environment import with_advice  # noqa: PLC0415 - for errors only
+
+                raise with_advice(error) from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

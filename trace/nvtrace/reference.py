@@ -295,7 +295,6 @@ def main(arguments: list[str]) -> int:
             if added := add_missing_words(path):
                 names = "".join(f"    {name}\n" for name in added)
                 sys.stdout.write(f"{path}: new words, to be said better, in {language}:\n{names}")
-    load_catalog.cache_clear()
     for name, content in documents().items():
         path = Path(arguments[0]) / name
         path.parent.mkdir(exist_ok=True)

@@ -81,6 +81,13 @@ class State:
         self._scheduled: dict[int, int] = {}  # tokens each sequence computes in this step
         self._clear_pool()
 
+    def __repr__(self) -> str:
+        return (
+            f"<State in step {self.engine_step}: {len(self.running)} running, "
+            f"{len(self.waiting)} waiting, {len(self.free_blocks)} of "
+            f"{self.num_blocks} blocks free>"
+        )
+
     def _clear_pool(self) -> None:
         self.waiting: list[int] = []
         self.running: list[int] = []

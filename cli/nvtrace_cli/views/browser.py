@@ -8,7 +8,7 @@
         150  decode     1  one token each
 
 The frame is made of panes. Other views draw the pool and the whole state. `browse_model.py` handles
-keys, `reel.py` finds the moment.
+keys, `nvtrace.step_cache` finds the moment.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from nvtrace.catalog import Catalog
+    from nvtrace.step_cache import StepDetails
     from nvtrace.summary import StepSummary
     from nvtrace_cli.browse_model import Message, View
-    from nvtrace_cli.reel import Look
 
 SMALLEST = (30, 8)  # columns and rows
 _HEAD_ROWS = 3
@@ -70,7 +70,7 @@ class Scene:
     """
 
     view: View
-    look: Look
+    look: StepDetails
     near: list[StepSummary]
     first: int
     last: int
@@ -205,7 +205,7 @@ class Screen:
             (shapes.decode * place, "quiet"), (shapes.ended, "ended"), (rest, "quiet")
         )
 
-    def _queues(self, look: Look, columns: int, num_rows: int) -> Table:
+    def _queues(self, look: StepDetails, columns: int, num_rows: int) -> Table:
         state, schedule = look.moment.state, look.moment.schedule
         queues = {
             "running": state.running,
@@ -226,7 +226,7 @@ class Screen:
             grid.add_row(labels[name], text)
         return grid
 
-    def _pool(self, look: Look, num_rows: int) -> RenderableType:
+    def _pool(self, look: StepDetails, num_rows: int) -> RenderableType:
         state = look.moment.state
         per_cell, lines = small_pool_map(state, self._console, num_rows)
         num_blocks = count(state.num_blocks)
@@ -236,7 +236,7 @@ class Screen:
         scale = self._ui("cell", count=per_cell) if per_cell > 1 else ""
         return Group(_both_ends(Text(title, "heading"), Text(scale, "quiet")), *lines)
 
-    def _events(self, look: Look, num_rows: int) -> Group:
+    def _events(self, look: StepDetails, num_rows: int) -> Group:
         """The step's events; also those between it and the previous step, if there is room."""
         num_all = len(look.events)
         if num_all <= num_rows:
@@ -252,7 +252,7 @@ class Screen:
             *(self._event(look, place) for place in last),
         )
 
-    def _event(self, look: Look, place: int) -> Text:
+    def _event(self, look: StepDetails, place: int) -> Text:
         """An event as in the log, without what the frame shows already."""
         event = look.events[place]
         line = log_line(event, self._catalog).removeprefix("TEACHING/")

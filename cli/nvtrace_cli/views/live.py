@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nvtrace import events as ev
-from nvtrace_cli.progress import Progress
+from nvtrace.progress import Progress
 from nvtrace_cli.stderr import tell
 from nvtrace_cli.views.console import glyphs, is_terminal, make_console
 from nvtrace_cli.views.text import count, escape
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nvtrace.catalog import Catalog
-    from nvtrace_cli.progress import RequestProgress
+    from nvtrace.progress import RequestProgress
     from nvtrace_cli.views.console import Glyphs
 
 _FRAMES_PER_SECOND = 12

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import tomllib
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 Language = Literal["en", "zh"]
@@ -132,7 +132,6 @@ class Catalog:
         return self.ui(key if key in self._ui else otherwise, **values)
 
 
-@cache
 def load_catalog(language: Language) -> Catalog:
     """Read the catalog of one language.
 
@@ -141,5 +140,11 @@ def load_catalog(language: Language) -> Catalog:
     """
     if language not in LANGUAGES:
         raise ValueError(f"no words in {language!r}: the languages are {', '.join(LANGUAGES)}")
-    text = resources.files(__name__).joinpath(f"{language}.toml").read_text(encoding="utf-8")
-    return Catalog(language, tomllib.loads(text))
+    file = Path(__file__).with_name(f"{language}.toml")
+    return _read(language, file, file.stat().st_mtime_ns)
+
+
+@cache
+def _read(language: Language, file: Path, _changed: int) -> Catalog:
+    """Read once, until the file changes: `make reference` adds words to it."""
+    return Catalog(language, tomllib.loads(file.read_text("utf-8")))

@@ -152,5 +152,5 @@ def _load(module: str) -> Any:  # noqa: ANN401 - a module
         return import_module(module)
     except ImportError as error:
         raise ExportError(
-            "Parquet needs pyarrow, which is not installed: pip install 'nanovllm[parquet]'"
+            "Parquet needs pyarrow, which is not installed: pip install 'nanovllm-nvtrace[parquet]'"
         ) from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nvtrace import events as ev
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-RequestState = Literal["waiting", "prefill", "decode", "idle", "preempted", "ended"]
+    from nvtrace.summary import RequestState
 
 
 @dataclass(slots=True)

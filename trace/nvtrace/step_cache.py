@@ -1,11 +1,11 @@
-"""Reel: a cache of the steps near the current one, so that going back is as fast as going forward.
+"""StepCache: the steps near the current one, so that going back is as fast as going forward.
 
 A `SeekableTrace` has a snapshot of the state every few megabytes: a segment. For the last few
-segments, the reel keeps the records, a summary of each step, and the state every few steps. So the
+segments, the cache keeps the records, a summary of each step, and the state every few steps. So the
 state of a step is a fold over a few steps, and memory does not grow with the trace.
 
     trace   |--------|--------|--------|--------|      a segment: a few megabytes
-    reel             |.....................|           the last three, a state every few steps
+    cache            |.....................|           the last three, a state every few steps
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BYTES_A_STEP = 4096  # of kept states, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StepDetails:
     """One moment, and the events of its step.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Segment:
                 last_step = event.step
             end = place + 1
 
-    def look(self, index: int, point: Point) -> Look:
+    def look(self, index: int, point: Point) -> StepDetails:
         """A moment of a step; the other moment if the step lacks this one."""
         place = bisect_left(self.indexes, index)
         entrance = max(kept for kept in self.states if kept <= place)
@@ -132,14 +132,14 @@ class _Segment:
                 if moment.point == point:
                     break
         assert found is not None  # noqa: S101 - a step that has a summary has a moment
-        return Look(found, events, num_done, self.steps[place])
+        return StepDetails(found, events, num_done, self.steps[place])
 
 
-class Reel:
+class StepCache:
     """A trace, read step by step.
 
     Args:
-        film: the trace.
+        trace: the trace.
 
     Attributes:
         first, last: numbers of its first and last step.
@@ -149,15 +149,15 @@ class Reel:
         UnreadableTraceError, NewerTraceError, InconsistentTraceError: see `read_trace`.
     """
 
-    def __init__(self, film: SeekableTrace) -> None:
-        self._film = film
+    def __init__(self, trace: SeekableTrace) -> None:
+        self._trace = trace
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
-        records = read_trace(film.path, name=film.name)
+        records = read_trace(trace.path, name=trace.name)
         self._header = cast("Header", next(records))
-        numbers = range(film.num_segments)
+        numbers = range(trace.num_segments)
         first, last = self._first_with_steps(numbers), self._first_with_steps(numbers[::-1])
         if first is None or last is None:
-            raise NoSuchStepError(f"{film.name} has no steps")
+            raise NoSuchStepError(f"{trace.name} has no steps")
         self.first, self.last = first.indexes[0], last.indexes[-1]
 
     def nearest(self, step: int) -> int:
@@ -182,14 +182,14 @@ class Reel:
                 break
             earlier = self._segment(other).steps[num_before - before :]
             found, num_before = earlier + found, num_before + len(earlier)
-        for other in range(number + 1, self._film.num_segments):
+        for other in range(number + 1, self._trace.num_segments):
             missing = num_before + 1 + after - len(found)
             if not missing:
                 break
             found = found + self._segment(other).steps[:missing]
         return found
 
-    def look(self, step: int, point: Point) -> Look:
+    def look(self, step: int, point: Point) -> StepDetails:
         """A moment of an existing step; its other moment if it lacks this one."""
         return self._segment_with(step)[1].look(step, point)
 
@@ -224,7 +224,7 @@ class Reel:
         """
         if not self.first <= step <= self.last:
             return None
-        return self._film.find(condition, step=step, is_backwards=is_backwards, watch=watch)
+        return self._trace.find(condition, step=step, is_backwards=is_backwards, watch=watch)
 
     # -- segments --------------------------------------------------------------------------------
 
@@ -232,13 +232,13 @@ class Reel:
         return next((s for s in map(self._segment, numbers) if s.steps), None)
 
     def _segment_with(self, step: int) -> tuple[int, _Segment]:
-        number = self._film.segment_of(step)
+        number = self._trace.segment_of(step)
         return number, self._segment(number)
 
     def _segment(self, number: int) -> _Segment:
         """A segment, from the cache if it is there."""
         if number not in self._segments:
-            state, records = self._film.segment(number)
+            state, records = self._trace.segment(number)
             segment = _Segment([record for record in records if isinstance(record, Event)])
             segment.fold(self._header, state)
             self._segments[number] = segment

@@ -62,7 +62,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
 
 site-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m site tests/test_site.py
+	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
 
 check: lint test site-test
 

@@ -293,6 +293,7 @@ def test_search_finds_pages_of_its_language(
         field.fill(query)
         tab.keyboard.press("End")
         results.first.wait_for(state="attached")
+        assert tab.locator(".md-search-result__terms").count() == 0, f"{query}: a word is missing"
         start = urlsplit(places[place]).path
         addresses = results.evaluate_all("all => all.map(a => a.href)")
         names = {unquote(urlsplit(link).path).removeprefix(start).lstrip("/") for link in addresses}
@@ -308,6 +309,7 @@ def test_no_page_scrolls_sideways(tab: Page, places: dict[str, str]) -> None:
         tab.goto(f"{places['disk']}/{address_of(page)}", wait_until="domcontentloaded")
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": 800})
+            tab.evaluate("new Promise(drawn => requestAnimationFrame(drawn))")
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 wide.append((address_of(page), width))
     assert wide == []

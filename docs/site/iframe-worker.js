@@ -18,14 +18,15 @@ const language = document.documentElement.lang
 let separator
 
 // The pages of this language only; and a query in which what the theme takes apart belongs together:
-// in quotation marks, so that `kv_usage` finds no page that has but one of "kv" and "usage".
+// in quotation marks, so that `kv_usage` finds no page that has but one of "kv" and "usage". The theme
+// requires a Chinese word in them only behind two spaces, and never looks at the last letter of one.
 function adapted({type, data}) {
   if (typeof data === "string") {
     const asked = (data.match(/"[^"]*"|\S+/g) ?? []).map(word => {
       const parts = word.split(separator).filter(part => /[\p{L}\p{N}]/u.test(part))
-        .map(part => part.replace(/\p{sc=Han}+/gu, "$&〇")) // it never looks at the last of them
+        .map(part => part.replace(/\p{sc=Han}+/gu, "$&〇"))
       const isTakenApart = parts.length > 1 || /\p{sc=Han}/u.test(word)
-      return isTakenApart ? `"${parts.map(part => part + "*").join(" ")}"` : parts.join("")
+      return isTakenApart ? `"  ${parts.map(part => part + "*").join(" ")}"` : parts.join("")
     })
     return {type, data: asked.join(" ").trim()}
   }
@@ -48,22 +49,27 @@ class OwnWorker extends Worker {
 class FrameWorker extends EventTarget {
   constructor(script) {
     super()
+    this.window = isAsked.then(() => this.open(script))
+  }
+
+  async open(script) {
     const frame = document.createElement("iframe")
     frame.hidden = true
     frame.srcdoc = "<!doctype html><title>search</title>"
-    this.window = new Promise(resolve => frame.addEventListener("load", () => {
-      const {contentWindow: inside, contentDocument: page} = frame
-      const load = url => new Promise((done, failed) => {
-        const element = page.createElement("script")
-        Object.assign(element, {src: url, onload: done, onerror: failed})
-        page.head.append(element)
-      })
-      inside.importScripts = (...urls) =>
-        urls.reduce((loaded, url) => loaded.then(() => load(url)), Promise.resolve())
-      inside.postMessage = data => this.dispatchEvent(new MessageEvent("message", {data}))
-      load(script).then(() => resolve(inside))
-    }))
+    const isLoaded = new Promise(resolve => frame.addEventListener("load", resolve))
     document.documentElement.append(frame)
+    await isLoaded
+    const {contentWindow: inside, contentDocument: page} = frame
+    const load = url => new Promise((resolve, reject) => {
+      const element = page.createElement("script")
+      Object.assign(element, {src: url, onload: resolve, onerror: reject})
+      page.head.append(element)
+    })
+    inside.importScripts = (...urls) =>
+      urls.reduce((loaded, url) => loaded.then(() => load(url)), Promise.resolve())
+    inside.postMessage = data => this.dispatchEvent(new MessageEvent("message", {data}))
+    await load(script)
+    return inside
   }
 
   async postMessage(message) {

@@ -1,7 +1,7 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
-# make site-test  build the docs as a site, and open it in Chromium (a minute; Debian has it: apt-get install chromium)
-# make check     lint + test + site-test: what CI runs
+# make test-built  test what is built: the docs' site in Chromium (apt-get install chromium), the wheel in a clean environment
+# make check     lint + test + test-built: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
 # make fuzz-reader  broken traces for every command that reads one; FUZZ_ARGS="--count 5000 --seed 7"
@@ -20,11 +20,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TRACE  ?= trace.jsonl
-PYTEST_ARGS ?= -n auto
+# worksteal: the tests of a file stay in one process, and share their fixtures.
+PYTEST_ARGS ?= -n auto --dist worksteal
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test site-test lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help floors
+.PHONY: example test test-built lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help floors
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -61,10 +62,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy notebooks/*.py
 	$(BIN)/lint-imports --no-logo
 
-site-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
+test-built: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 0 -m built tests/test_site.py tests/test_package.py
 
-check: lint test site-test
+check: lint test test-built
 
 # anyio's own plugin for pytest does not load with this pytest. Left out: the tests that compare outputs with those of today's versions (docs, notebooks, golden, types).
 FLOORS := test_at test_analyses test_analysis test_check test_cli_events test_cli_main test_cli_run test_compressed_traces test_config \

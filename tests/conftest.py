@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `default` for every day, `ci` (the same examples each time), `fuzz` (long).
+"""Hypothesis profiles: `default` for every day, `ci` (more, and the same each time), `fuzz` (long).
 
 HYPOTHESIS_PROFILE chooses one: `HYPOTHESIS_PROFILE=fuzz pytest tests/test_fold.py`.
 And the fixtures that several files share.
@@ -28,13 +28,15 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 settings.register_profile(
     "default",
-    max_examples=150,
+    max_examples=60,
     stateful_step_count=30,
     deadline=None,  # a busy machine is no fault
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
+settings.register_profile(
+    "ci", settings.get_profile("default"), max_examples=150, derandomize=True, database=None
+)
 settings.register_profile(
     "fuzz", settings.get_profile("default"), max_examples=5000, stateful_step_count=80
 )

@@ -339,22 +339,23 @@ TRACED = """
             recorder.trace.drain()
         os._exit(7)
 
-    with record(sys.argv[1]) as recorder:
-        llm = LLM(TINY_QWEN3, observer=recorder, num_kvcache_blocks=20)
-        ask(llm)  # a compressed trace has not written that yet
-        codes = []
-        for number in range(3):
-            pid = os.fork()
-            if not pid:
-                sys.stderr = open(os.devnull, "w")
-                leave(number)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        process = multiprocessing.get_context("fork").Process(target=leave, args=(0,))
-        process.start()
-        process.join()
-        while not llm.is_finished():
-            llm.step()
-    print(*codes, process.exitcode)
+    for path in sys.argv[1:]:
+        with record(path) as recorder:
+            llm = LLM(TINY_QWEN3, observer=recorder, num_kvcache_blocks=20)
+            ask(llm)  # a compressed trace has not written that yet
+            codes = []
+            for number in range(3):
+                pid = os.fork()
+                if not pid:
+                    sys.stderr = open(os.devnull, "w")
+                    leave(number)
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            process = multiprocessing.get_context("fork").Process(target=leave, args=(0,))
+            process.start()
+            process.join()
+            while not llm.is_finished():
+                llm.step()
+        print(*codes, process.exitcode)
 """
 GROUP = """
     import os, sys, torch, warnings
@@ -386,14 +387,14 @@ def test_a_fork_neither_ends_the_workers_of_its_parent_nor_waits_for_them(tmp_pa
     assert json.loads(said_by(tmp_path, FORKS)) == [[7, 7, 7, 8], True]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
-def test_a_fork_writes_nothing_into_the_trace_of_its_parent(ending: str, tmp_path: Path) -> None:
-    trace = tmp_path / f"trace.{ending}"
-    assert said_by(tmp_path, TRACED, str(trace)) == "7 1 7 7\n"
-    records = list(read_trace(trace, warn=pytest.fail))
-    assert [type(record) for record in records].count(Footer) == 1
-    assert len([record for record in records if isinstance(record, ev.RequestEnqueue)]) == 1
-    assert steps(records) == [1, 2]
+def test_a_fork_writes_nothing_into_the_trace_of_its_parent(tmp_path: Path) -> None:
+    traces = [tmp_path / f"trace.{ending}" for ending in ("jsonl", "jsonl.gz", "jsonl.zst")]
+    assert said_by(tmp_path, TRACED, *map(str, traces)) == "7 1 7 7\n" * len(traces)
+    for trace in traces:
+        records = list(read_trace(trace, warn=pytest.fail))
+        assert [type(record) for record in records].count(Footer) == 1
+        assert len([record for record in records if isinstance(record, ev.RequestEnqueue)]) == 1
+        assert steps(records) == [1, 2]
 
 
 def test_a_group_of_ranks_that_a_fork_leaves_is_not_waited_for(tmp_path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import nanovllm
 from nanovllm.assets import TINY_QWEN3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Section 2.1 of the article; the model's path is the one that its readers have.
 EXAMPLE_PY = """\
@@ -123,31 +128,33 @@ print(f"{total} tokens")
 """
 
 
-def run_script(script: str, folder: Path) -> list[str]:
+@pytest.fixture
+def run_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
     """Run it with the model that ships as PATH, and return its lines; nothing goes to stderr."""
-    (folder / "script.py").write_text(f"PATH = {str(TINY_QWEN3)!r}\n{script}", encoding="utf-8")
-    root = Path(nanovllm.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(root), "PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()
+
+    def run(script: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text(f"PATH = {str(TINY_QWEN3)!r}\n{script}", encoding="utf-8")
+        runpy.run_path(str(path), run_name="__main__")
+        captured = capfd.readouterr()
+        assert captured.err == ""
+        return captured.out.splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize("as_prompt", ["list", "lambda p: dict(prompt_token_ids=p)"])
-def test_a_bench_py_for_nano_vllm_runs_as_it_is(as_prompt: str, tmp_path: Path) -> None:
-    [line] = run_script(f"AS_PROMPT = {as_prompt}\n{BENCH_PY}", tmp_path)
+def test_a_bench_py_for_nano_vllm_runs_as_it_is(
+    as_prompt: str, run_script: Callable[[str], list[str]]
+) -> None:
+    [line] = run_script(f"AS_PROMPT = {as_prompt}\n{BENCH_PY}")
     assert float(line.removeprefix("Throughput: ").removesuffix("tok/s")) > 0
 
 
-def test_a_script_for_vllm_runs_with_the_import_changed(tmp_path: Path) -> None:
-    *lines, total = run_script(VLLM_PY, tmp_path)
+def test_a_script_for_vllm_runs_with_the_import_changed(
+    run_script: Callable[[str], list[str]],
+) -> None:
+    *lines, total = run_script(VLLM_PY)
     assert [line.split(", Generated")[0] for line in lines] == [
         "Prompt: 'Hello, my name is'",
         "Prompt: 'The capital of France is'",

@@ -1,4 +1,4 @@
-"""The built site, as a reader gets it: `make site-test` builds it once and opens it in Chromium.
+"""The built site, as a reader gets it: `make test-built` builds it once and opens it in Chromium.
 
 Knows Markdown's rules from another program than the one that builds the site (markdown-it, which
 follows GitHub's), and what is wrong for a reader from axe. Does not know what the pages say.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.site
+pytestmark = pytest.mark.built
 
 LANGUAGES = ("en", "zh")
 START = {"en": "", "zh": "zh/"}  # of the address of a page
@@ -225,7 +225,7 @@ def browser() -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make site-test")
+        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make test-built")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         yield browser

@@ -43,10 +43,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mypy(folder: Path, **modules: str) -> list[str]:
-    """What mypy says of somebody's modules."""
-    for name, code in modules.items():
-        (folder / f"{name}.py").write_text(code + "\n", encoding="utf-8")
+def mypy(folder: Path, modules: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What mypy says of somebody's modules: each one's lines, without its name."""
+    for name, lines in modules.items():
+        (folder / f"{name}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache"),
@@ -59,28 +59,56 @@ def mypy(folder: Path, **modules: str) -> list[str]:
         check=False,
     )
     assert not done.stderr
-    return done.stdout.splitlines()
+    told: dict[str, list[str]] = {name: [] for name in modules}
+    for line in done.stdout.splitlines():
+        name, _, message = line.partition(".py:")
+        told[name].append(message)
+    return told
 
 
-def test_every_public_name_has_a_type(installed: Path) -> None:
-    names = [f"{face}.{name}" for face in FACES for name in importlib.import_module(face).__all__]
-    code = [*(f"import {face}" for face in FACES), *(f"reveal_type({name})" for name in names)]
-    told = mypy(installed, face="\n".join(code))
-    types = [re.fullmatch(r'face\.py:\d+: note: Revealed type is "(.*)"', line) for line in told]
-    assert all(types), told
-    found = dict(zip(names, (type_[1] for type_ in types if type_), strict=True))
-    assert not {name for name, type_ in found.items() if type_ in {"object", "Any"}}
-    assert "typing.Iterator[tuple[int, " in found["nvtrace.read_ranks"]
+def public_names() -> list[str]:
+    """What the faces say that they have."""
+    return [f"{face}.{name}" for face in FACES for name in importlib.import_module(face).__all__]
 
 
-def test_what_the_docs_show_has_types(installed: Path) -> None:
+@pytest.fixture(scope="module")
+def told(installed: Path) -> dict[str, list[str]]:
+    """What mypy says of several modules, after one reading of the packages (seconds)."""
     modules = {}
     for number, page in enumerate([ROOT / "README.md", *pages("en")]):
         blocks = [block for block in blocks_of(page.read_text("utf-8")) if block.kind == "python"]
         if blocks:
-            modules[f"page{number}"] = "\n".join(line for block in blocks for line in block.lines)
-    assert modules
-    assert mypy(installed, **modules) == []
+            modules[f"page{number}"] = [line for block in blocks for line in block.lines]
+    modules["face"] = [f"import {face}" for face in FACES]
+    modules["face"] += [f"reveal_type({name})" for name in public_names()]
+    modules["wrong"] = ["import nanovllm, nvtrace", "nvtrace.read_rank", "nanovllm.LMM"]
+    modules["events"] = [
+        "from nvtrace.events import CudagraphSkip, RunEager, new",
+        'new(RunEager)(reason="prefill", num_tokens=1)',
+        'new(RunEager)(reason="prefill", num_token=1)',
+        'new(RunEager)(reason="prefill")',
+        "new(CudagraphSkip)(reason=1)",
+    ]
+    return mypy(installed, modules)
+
+
+def revealed(lines: list[str]) -> list[str]:
+    """The types in mypy's notes, when it says nothing else."""
+    types = [re.fullmatch(r'\d+: note: Revealed type is "(.*)"', line) for line in lines]
+    assert all(types), lines
+    return [type_[1] for type_ in types if type_]
+
+
+def test_every_public_name_has_a_type(told: dict[str, list[str]]) -> None:
+    found = dict(zip(public_names(), revealed(told["face"]), strict=True))
+    assert not {name for name, type_ in found.items() if type_ in {"object", "Any"}}
+    assert "typing.Iterator[tuple[int, " in found["nvtrace.read_ranks"]
+
+
+def test_what_the_docs_show_has_types(told: dict[str, list[str]]) -> None:
+    of_pages = {name: lines for name, lines in told.items() if name.startswith("page")}
+    assert of_pages
+    assert not {name: lines for name, lines in of_pages.items() if lines}
 
 
 def test_with_types_for_pandas_every_table_of_a_trace_is_a_frame(installed: Path) -> None:
@@ -92,31 +120,23 @@ def test_with_types_for_pandas_every_table_of_a_trace_is_a_frame(installed: Path
     code = ["import nvtrace", 'trace = nvtrace.load("trace.jsonl")']
     code += [f"reveal_type(trace.{name})" for name in names]
     try:
-        told = mypy(installed, tables="\n".join(code))
+        told = mypy(installed, {"tables": code})
     finally:
         shutil.rmtree(stub.parent)
-    types = [re.fullmatch(r'.* note: Revealed type is "(.*)"', line) for line in told]
-    assert all(types), told
-    found = dict(zip(names, (type_[1] for type_ in types if type_), strict=True))
+    found = dict(zip(names, revealed(told["tables"]), strict=True))
     assert not {name for name, type_ in found.items() if re.search(r"\bAny\b", type_)}
     frames = {name for name, type_ in found.items() if type_.endswith("pandas.DataFrame")}
     assert frames == {"events", "steps", "requests", "tokens", "blocks", "table"}
 
 
-def test_a_name_that_there_is_none_of_is_an_error(installed: Path) -> None:
-    told = mypy(installed, wrong="import nanovllm, nvtrace\nnvtrace.read_rank\nnanovllm.LMM\n")
-    assert len([line for line in told if "[attr-defined]" in line]) == 2
+def test_a_name_that_there_is_none_of_is_an_error(told: dict[str, list[str]]) -> None:
+    assert len([line for line in told["wrong"] if "[attr-defined]" in line]) == 2
 
 
-def test_an_event_with_a_field_that_is_not_its_own_is_an_error(installed: Path) -> None:
-    code = ["from nvtrace.events import CudagraphSkip, RunEager, new"]
-    code += ['new(RunEager)(reason="prefill", num_tokens=1)']
-    code += ['new(RunEager)(reason="prefill", num_token=1)', 'new(RunEager)(reason="prefill")']
-    code += ["new(CudagraphSkip)(reason=1)"]
-    told = mypy(installed, events="\n".join(code))
-    found = [re.search(r"py:(\d+): error: .*\[(.*)\]", line) for line in told]
+def test_an_event_with_a_field_that_is_not_its_own_is_an_error(told: dict[str, list[str]]) -> None:
+    found = [re.search(r"^(\d+): error: .*\[(.*)\]", line) for line in told["events"]]
     errors = [("3", "call-arg"), ("4", "call-arg"), ("5", "arg-type")]
-    assert [match.groups() for match in found if match] == errors, told
+    assert [match.groups() for match in found if match] == errors, told["events"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
@@ -92,46 +93,66 @@ class Workload:
     requests: list[Request]
 
 
-@st.composite
-def _requests(draw: st.DrawFn, stem: list[int], *, with_aborts: bool) -> Request:
-    shared = draw(st.just(len(stem)) | st.integers(0, len(stem)))
-    tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+# Strategies are made once: to make them again for each example takes longer than to draw from them.
+_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+_MAX_TOKENS = st.integers(1, 16)
+_IGNORE_EOS = st.sampled_from([True, True, False])
+_ARRIVALS = st.integers(0, 8)
+_ABORTS = st.none() | st.none() | st.integers(0, 16)
+_STOP_TOKEN_IDS = st.just(()) | st.sampled_from([(3,), (1, 6)])
+_STOPS = st.just(()) | st.sampled_from([("c",), ("ab", "ba"), ("bbb",)])
+_LENGTHS = st.integers(2, 10) | st.integers(11, 40) | st.integers(11, 40)
+_FEWEST = st.sampled_from([1, 3, 5])
+_BLOCK_SIZES = st.integers(1, 4) | st.integers(1, 4) | st.integers(1, 17)
+_BUDGETS = st.integers(1, 12) | st.just(1000)
+_BATCHES = st.integers(1, 6) | st.just(6)
+_POLICIES = st.sampled_from(["prefill_first", "prefill_first", "mixed", "static"])
+_SPARE_BLOCKS = st.integers(0, 5)
+_integers = cache(st.integers)
+
+
+@cache
+def _stems(length: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 2), min_size=length, max_size=length)
+
+
+@cache
+def _shared(length: int) -> st.SearchStrategy[int]:
+    return st.just(length) | st.integers(0, length)
+
+
+def _request(draw: st.DrawFn, stem: list[int], *, with_aborts: bool) -> Request:
+    shared = draw(_shared(len(stem)))
     return Request(
-        prompt=stem[:shared] + tail,
-        max_tokens=draw(st.integers(1, 16)),
-        ignore_eos=draw(st.sampled_from([True, True, False])),
-        arrival=draw(st.integers(0, 8)),
-        abort=draw(st.none() | st.none() | st.integers(0, 16)) if with_aborts else None,
-        stop_token_ids=draw(st.just(()) | st.sampled_from([(3,), (1, 6)])),
-        stop=draw(st.just(()) | st.sampled_from([("c",), ("ab", "ba"), ("bbb",)])),
+        prompt=stem[:shared] + draw(_TOKENS),
+        max_tokens=draw(_MAX_TOKENS),
+        ignore_eos=draw(_IGNORE_EOS),
+        arrival=draw(_ARRIVALS),
+        abort=draw(_ABORTS) if with_aborts else None,
+        stop_token_ids=draw(_STOP_TOKEN_IDS),
+        stop=draw(_STOPS),
     )
 
 
 @st.composite
 def workloads(draw: st.DrawFn, *, with_aborts: bool = True) -> Workload:
     """Requests with common beginnings, and an engine that is often barely large enough."""
-    max_model_len = draw(st.integers(2, 10) | st.integers(11, 40) | st.integers(11, 40))
-    stem_len = draw(st.integers(0, max_model_len // 2))
-    stem = draw(st.lists(st.integers(0, 2), min_size=stem_len, max_size=stem_len))
-    requests = draw(
-        st.lists(
-            _requests(stem, with_aborts=with_aborts),
-            min_size=draw(st.sampled_from([1, 3, 5])),
-            max_size=6,
-        )
-    )
+    max_model_len = draw(_LENGTHS)
+    stem = draw(_stems(draw(_integers(0, max_model_len // 2))))
+    num_requests = draw(_integers(draw(_FEWEST), 6))
+    requests = [_request(draw, stem, with_aborts=with_aborts) for _ in range(num_requests)]
     settings = Settings(
-        kvcache_block_size=draw(st.integers(1, 4) | st.integers(1, 4) | st.integers(1, 17)),
+        kvcache_block_size=draw(_BLOCK_SIZES),
         num_kvcache_blocks=1,
-        max_num_batched_tokens=draw(st.integers(1, 12) | st.just(1000)),
-        max_num_seqs=draw(st.integers(1, 6) | st.just(6)),
+        max_num_batched_tokens=draw(_BUDGETS),
+        max_num_seqs=draw(_BATCHES),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
-        policy=draw(st.sampled_from(["prefill_first", "prefill_first", "mixed", "static"])),
+        policy=draw(_POLICIES),
     )
     # Enough for one of them; those that need more are to be refused.
-    enough = draw(st.sampled_from([request.num_blocks(settings) for request in requests]))
-    num_blocks = max(enough, 1) + draw(st.integers(0, 5))
+    enough = requests[draw(_integers(0, num_requests - 1))].num_blocks(settings)
+    num_blocks = max(enough, 1) + draw(_SPARE_BLOCKS)
     return Workload(replace(settings, num_kvcache_blocks=num_blocks), requests)
 
 

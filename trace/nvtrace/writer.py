@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import deque
 from datetime import UTC, datetime
+from functools import cache
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 
 Exit = Literal["ok", "error", "interrupted"]
 _NUM_ENVELOPE_FIELDS = len(Event.__struct_fields__)
+
+
+@cache
+def _version_of(package: str) -> str:
+    """As `version_of`, but looked up once in this process: it reads files."""
+    return version_of(package) or "unknown"
 
 
 def text_of(error: BaseException) -> str:
@@ -261,17 +268,15 @@ class TraceWriter:
                     "source": "time.perf_counter_ns",
                     "anchor_unix_ns": self._anchor_unix,
                 },
-                engine={"name": "nanovllm", "version": version_of("nanovllm") or "unknown"},
+                engine={"name": "nanovllm", "version": _version_of("nanovllm")},
                 environment={
                     "python": platform.python_version(),
-                    "torch": version_of("torch") or "unknown",
+                    "torch": _version_of("torch"),
                     "platform": platform.system(),
                     "machine": platform.machine(),
                     "num_cpus": os.cpu_count(),
                 }
-                | (
-                    {} if gpu is None else {"gpu": gpu, "triton": version_of("triton") or "unknown"}
-                ),
+                | ({} if gpu is None else {"gpu": gpu, "triton": _version_of("triton")}),
                 model=self._encodable(model),
                 config=self._encodable(config),
                 is_filtered=self._is_filtered,

@@ -20,15 +20,18 @@ from nvtrace import events as ev
 from nvtrace.catalog import load_catalog
 from nvtrace.envelope import ModelFacts
 from nvtrace.progress import Progress
+from nvtrace.reader import read_trace
+from nvtrace.summarize import summarize
 from nvtrace.summary import BlockCounts, Share, StepSummary, fold_alike
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.views.console import THEME
 from nvtrace_cli.views.log import log_line
-from nvtrace_cli.views.player import Pacer
+from nvtrace_cli.views.player import Pacer, frame
 from nvtrace_cli.views.prose import NO_BREAK_SPACE, wrap
 from nvtrace_cli.views.replay import parse_speed
 from nvtrace_cli.views.text import duration, escape, flow, ids, parameters, shorten, size
 from nvtrace_cli.views.timeline import Scale, Timeline
+from support.cli import ROOT
 from support.cli_traces import MODEL
 
 if TYPE_CHECKING:
@@ -415,6 +418,25 @@ def test_the_pacer_waits_as_long_as_the_run_did_divided_by_the_speed() -> None:
     now[0] += 60.0  # drawing took long: no wait
     pacer.wait_until(4_000_000_500)
     assert slept == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("height", [12, 24, 40])
+def test_the_player_shows_the_newest_steps_that_fit(height: int) -> None:
+    """Rows may take several lines: what is cut at the bottom would be the step under way."""
+    run = summarize(read_trace(ROOT / "docs" / "traces" / "preemption.jsonl.zst"))
+    console = Console(width=80, height=height, file=io.StringIO(), theme=THEME)
+    shown = set()
+    for end in range(1, len(run.steps) + 1, 5):
+        timeline = Timeline(run.steps[:end], [0, 1, 2], ENGLISH, len(run.steps))
+        lines = console.render_lines(frame(run.steps[:end], timeline, ENGLISH, console, 132))
+        assert height == 12 or len(lines) <= height
+        rows = ["".join(segment.text for segment in line).split() for line in lines[12:]]
+        steps = [row for row in rows if {"prefill", "decode"} & {*row}]
+        if steps:
+            row = steps[-1]
+            assert row[row.index("decode" if "decode" in row else "prefill") - 1] == str(end)
+            shown.add(end)
+    assert len(shown) == {12: 0, 24: 27, 40: 27}[height]
 
 
 def test_at_full_speed_nothing_waits() -> None:

@@ -123,6 +123,12 @@ def test_the_page_on_an_index_has_no_link_that_leads_nowhere(light: Installed) -
     assert not [link for link in links if not link.startswith("https://")]
 
 
+def test_who_cites_it_names_the_version_that_is_installed() -> None:
+    citation = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {f"version: {project['version']}", f"license: {project['license']}"} <= {*citation}
+
+
 def test_the_floors_are_the_versions_that_are_run() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     ranges = [*project["dependencies"], *project["optional-dependencies"]["engine"]]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _FRAMES_PER_SECOND = 20
 _ROWS_SHOWN = 6
-_TABLE_MARGIN = 9  # lines of a frame beside the timeline's rows and the table's
 
 
 class Pacer:
@@ -81,22 +80,21 @@ def play(
                 last_frame = now
                 shown = steps[: index + 1]
                 timeline = Timeline(shown, seq_ids, catalog, last) if has_timeline else None
-                live.update(_frame(shown, timeline, catalog, console, last), refresh=True)
+                live.update(frame(shown, timeline, catalog, console, last), refresh=True)
 
 
-def _frame(
+def frame(
     steps: Sequence[StepSummary],
     timeline: Timeline | None,
     catalog: Catalog,
     console: Console,
     last: int,
 ) -> RenderableType:
+    """The picture after these steps of a run whose last step is `last`."""
     step = steps[-1]
     parts: list[RenderableType] = []
-    room = console.height - _TABLE_MARGIN
     if timeline is not None:
         parts += [timeline, Text()]
-        room -= len(timeline.seq_ids)
     parts.append(
         Text(
             catalog.ui(
@@ -110,7 +108,12 @@ def _frame(
             )
         )
     )
-    if room > 0:
-        rows = fold_alike(steps)[-min(room, _ROWS_SHOWN) :]
-        parts.append(step_table(rows, catalog))
+    room = console.height - sum(len(console.render_lines(part)) for part in parts)
+    rows = fold_alike(steps)[-_ROWS_SHOWN:]
+    while rows:  # the newest ones that fit, whatever lines each takes
+        table = step_table(rows, catalog)
+        if len(console.render_lines(table)) <= room:
+            parts.append(table)
+            break
+        rows = rows[1:]
     return Group(*parts)

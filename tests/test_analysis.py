@@ -30,6 +30,8 @@ from support.workload import Workload, workloads
 
 TRACES = ("article.jsonl", "crowded.jsonl", "chunked.jsonl")
 HEADER = example_trace()[0]
+RECORDED = Path(__file__).parents[1] / "docs" / "traces"
+TWO_RANKS = RECORDED / "two-ranks.jsonl.zst"
 
 
 def write(path: Path, *lines: bytes) -> Path:
@@ -359,13 +361,50 @@ def test_ranks_that_lie_beside_are_read_with_it(tmp_path: Path) -> None:
     assert trace.events["rank"].tolist() == [0] * 4 + [1] * 2
     assert list(trace.headers) == [0, 1]
     steps = trace.steps
-    assert steps["rank"].tolist() == [0, 1]
-    assert steps["num_seqs"].tolist() == [2, 2]
-    assert steps["num_context_tokens"].tolist() == [16, 16]
-    assert steps["phase"].tolist() == ["decode", "decode"]
-    assert steps["wall_ns"].isna().tolist() == [False, True]
-    assert steps["start_ns"].tolist() == [40, 0]
+    assert steps[["rank", "step"]].to_numpy().tolist() == [[0, 1]]
+    assert steps[["num_seqs", "num_context_tokens", "start_ns"]].to_numpy().tolist() == [
+        [2, 16, 40]
+    ]
     assert trace.table("CUDAGRAPH_REPLAY")["rank"].tolist() == [0, 1]
+
+
+def test_a_join_with_several_ranks_doubles_nothing() -> None:
+    alone, both = (nvtrace.load(TWO_RANKS, rank=rank) for rank in (0, None))
+    assert list(both.headers) == [0, 1]
+    assert both.steps.equals(alone.steps)
+    joined = both.tokens.merge(both.steps, on="step")
+    assert len(joined) == len(both.tokens)
+    per_token = joined.groupby("step")["num_seqs"].first()
+    assert per_token.sum() == both.steps["num_seqs"].sum()
+    for name in ("requests", "tokens", "blocks"):
+        assert getattr(both, name).equals(getattr(alone, name))
+    runs = both.table("RUN_EAGER")
+    assert len(runs.merge(both.steps, on=["rank", "step"])) == len(both.steps) == len(runs) // 2
+
+
+@pytest.mark.parametrize("name", ["example", "two-ranks", "gpu-preemption"])
+def test_what_is_missing_is_missing_in_one_way_in_each_kind_of_column(name: str) -> None:
+    trace = nvtrace.load(RECORDED / f"{name}.jsonl.zst")
+    kinds = [trace.table(kind) for kind in ev.EVENT_TYPES]
+    for frame in (trace.events, trace.steps, trace.requests, trace.tokens, trace.blocks, *kinds):
+        for column, dtype in frame.dtypes.items():
+            missing = list(frame[column][frame[column].isna()])
+            is_nullable = str(dtype)[0].isupper() or str(dtype) == "boolean"
+            assert all((value is pd.NA) == is_nullable for value in missing), column
+            assert all(value is not None for value in missing), column
+
+
+def test_a_notebook_shows_a_trace_and_a_state_as_tables() -> None:
+    trace = nvtrace.load(TWO_RANKS)
+    shown = trace._repr_html_()
+    assert shown.startswith("<table><caption>Trace ")
+    assert shown.count("<tr>") == 3
+    assert shown.count("<td>ok</td>") == 2
+    state = trace.at(2)
+    assert state._repr_html_().count("<tr>") == 1 + len(state.running) + len(state.waiting)
+    assert repr(state)[1:-1] in state._repr_html_()
+    trace.path = Path("<b>.jsonl")
+    assert "Trace &lt;b&gt;.jsonl" in trace._repr_html_()
 
 
 def test_one_rank_can_be_read_alone(tmp_path: Path) -> None:

@@ -115,10 +115,9 @@ def _shown(value: object) -> str:
     """What a notebook shows of a cell's last expression."""
     if value is None:
         return ""
-    if isinstance(value, pd.DataFrame):
-        with pd.option_context("display.max_columns", _MAX_COLUMNS):
-            return str(value._repr_html_())
-    return str(pretty(value))
+    with pd.option_context("display.max_columns", _MAX_COLUMNS):
+        html = value._repr_html_() if hasattr(value, "_repr_html_") else None
+    return str(pretty(value) if html is None else html)
 
 
 # -- running in a kernel ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nvtrace import events as ev
+from nvtrace.html import html_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,6 +88,13 @@ class State:
             f"{len(self.waiting)} waiting, {len(self.free_blocks)} of "
             f"{self.num_blocks} blocks free>"
         )
+
+    def _repr_html_(self) -> str:
+        head = ["seq_id", "status", "prompt_len", "num_completion_tokens", "num_computed_tokens"]
+        head += ["num_cached_tokens", "block_table"]
+        live = [self.sequences[seq_id] for seq_id in [*self.running, *self.waiting]]
+        rows = [[getattr(seq, name) for name in head] for seq in live]
+        return html_table(repr(self)[1:-1], head, rows)
 
     def _clear_pool(self) -> None:
         self.waiting: list[int] = []

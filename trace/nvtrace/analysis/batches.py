@@ -9,7 +9,7 @@ import pandas as pd
 from msgspec import structs
 
 from nvtrace.analysis.columns import ANALYSES
-from nvtrace.analysis.frames import frame_of, of_first_rank
+from nvtrace.analysis.frames import frame_of
 from nvtrace.bench.steps import Floor
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def batch_occupancy(steps: pd.DataFrame) -> pd.DataFrame:
     Args:
         steps: `Trace.steps`.
     """
-    steps = of_first_rank(steps)
     sizes = steps.groupby(["phase", "num_seqs"], observed=True).agg(
         num_steps=("step", "size"),
         num_batched_tokens=("num_batched_tokens", "sum"),
@@ -45,7 +44,6 @@ def static_waste(steps: pd.DataFrame, num_seats: int | None = None) -> pd.DataFr
         steps: `Trace.steps`.
         num_seats: seats of a batch; the largest decode batch if None.
     """
-    steps = of_first_rank(steps)
     decodes = steps[steps["phase"] != "prefill"].reset_index(drop=True)
     seats = num_seats if num_seats is not None else decodes["num_seqs"].max()
     decodes = decodes.assign(num_seats=seats)
@@ -60,8 +58,7 @@ def graph_padding(steps: pd.DataFrame) -> pd.DataFrame:
     Args:
         steps: `Trace.steps`.
     """
-    replays = of_first_rank(steps)
-    replays = replays[replays["graph_batch_size"].notna()]
+    replays = steps[steps["graph_batch_size"].notna()]
     sizes = replays.groupby("graph_batch_size").agg(
         num_steps=("step", "size"),
         num_rows=("graph_batch_size", "sum"),
@@ -84,7 +81,6 @@ def step_time_by_class(steps: pd.DataFrame, floor: Floor | None = None) -> pd.Da
         steps: `Trace.steps`.
         floor: see `byte_floor`; floors are NA if None.
     """
-    steps = of_first_rank(steps)
     steps = steps[steps["wall_ns"].notna()]
     _, size_class = np.frexp(steps["num_seqs"])  # 1 | 2, 3 | 4 ... 7 | 8 ...
     classes = steps.groupby(["phase", size_class.rename("size_class")], observed=True).agg(

@@ -114,14 +114,14 @@ class _Codes:
 
 
 class _Objects:
-    """Anything else: text, lists."""
+    """Anything else: text, lists; NaN stands for None, as pandas has it for text and codes."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self._held: list[Any] = []
 
     def extend(self, values: Sequence[Any]) -> None:
-        self._held += values
+        self._held += [np.nan if value is None else value for value in values]
 
     def column(self) -> Any:  # noqa: ANN401 - an array
         if self._dtype == "str":

@@ -4,8 +4,12 @@ docs/en/columns.md and docs/zh/columns.md are generated from here by `python -m 
 docs`; the Chinese words are in `catalog/zh.toml`. Needs no pandas.
 
 `seq_id`, `step`, `rank` and `block_id` mean the same in every frame: they are what frames are
-joined on. Times are nanoseconds of the trace's clock; each rank has its own. A dtype with a capital
-letter ("Int64", "Float64") and "boolean" can hold NA: what never happened is NA, not 0.
+joined on. Of several ranks, `steps`, `requests`, `tokens` and `blocks` are told once: all ranks
+compute the same. `events` and `table()` have the events of each, and there `rank` belongs to the
+key. Times are nanoseconds of the trace's clock; each rank has its own.
+
+What never happened is missing, not 0, and `isna()` finds it. A dtype with a capital letter
+("Int64", "Float64") and "boolean" hold pandas' NA; text, codes and lists hold NaN.
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ EVENTS = Frame(
 
 STEPS = Frame(
     "steps",
-    "a step that was scheduled or ran, by rank and step; ranks above 0 know only how they ran",
+    "a step that was scheduled or ran, as the first rank that was read recorded it",
     "SCHEDULE_*, PREPARE_*, RUN_EAGER, CUDAGRAPH_REPLAY, STEP_END",
     (
         _STEP,

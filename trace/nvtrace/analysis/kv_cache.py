@@ -22,7 +22,6 @@ def kv_use(steps: pd.DataFrame, blocks: pd.DataFrame, num_blocks: int) -> pd.Dat
         blocks: `Trace.blocks`.
         num_blocks: blocks in the pool: ENGINE_READY.num_kvcache_blocks.
     """
-    steps = of_first_rank(steps)
     is_used = blocks["ref_count"] > 0
     states = {
         "num_used_blocks": is_used,

@@ -94,7 +94,7 @@ def waiting_by_reason(stops: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         stops: `Trace.table("ADMISSION_STOP")`.
         steps: `Trace.steps`.
     """
-    wall_ns = of_first_rank(steps).set_index("step")["wall_ns"]
+    wall_ns = steps.set_index("step")["wall_ns"]
     stops = of_first_rank(stops).join(wall_ns, on="step")
     stops["waiting_ns"] = stops["waiting_len"] * stops["wall_ns"].fillna(0)
     by_reason = stops.groupby("reason", observed=True).agg(

@@ -4,6 +4,9 @@ SCHEDULE_*   what was decided                 rank 0 only
 PREPARE_*    what was read and written        every rank
 RUN_EAGER, CUDAGRAPH_REPLAY   how it ran      every rank
 STEP_END     how long it took                 rank 0 only
+
+All ranks compute the same batch, so a step is one row: the first rank's. How the others ran it is
+in `table("RUN_EAGER")` and `table("CUDAGRAPH_REPLAY")`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ def steps_frame(records: Records) -> pd.DataFrame:
     """The frame `steps`: see `columns.py`."""
     steps = _decisions(records).join(_runs(records), how="outer")
     steps = steps.join(_layouts(records)).join(_ends(records))
+    steps = steps[steps.index.get_level_values("rank") == records.header.rank]
     for name in ("event_id", "phase", "ts_ns"):
         steps[name] = steps[name].fillna(steps[f"run_{name}"])
     for name in ("num_seqs", "num_batched_tokens"):
@@ -40,7 +44,7 @@ def steps_frame(records: Records) -> pd.DataFrame:
     steps["start_ns"] = steps["ts_ns"] - steps["wall_ns"].fillna(0)
     others = {*steps["phase"].dropna()} - {*_PHASES}
     steps["phase"] = pd.Categorical(steps["phase"], categories=[*_PHASES, *sorted(others)])
-    return frame_of(STEPS, steps.reset_index().sort_values(_KEY, ignore_index=True))
+    return frame_of(STEPS, steps.reset_index().sort_values("step", ignore_index=True))
 
 
 def _decisions(records: Records) -> pd.DataFrame:

@@ -22,6 +22,7 @@ from nvtrace.analysis.records import Records
 from nvtrace.analysis.requests import requests_frame, tokens_frame
 from nvtrace.analysis.steps import steps_frame
 from nvtrace.caveats import about_rank
+from nvtrace.html import html_table
 from nvtrace.reader import blocks_of_rank, rank_path, read_blocks, read_trace
 from nvtrace.snapshots import SeekableTrace
 
@@ -56,6 +57,16 @@ class Trace:
         events = ", ".join(f"{count:,} events of rank {rank}" for rank, count in counts)
         return f"<Trace {self.path}: {events}>"
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                *(rank, f"{self._records.num_events[rank]:,}", header.created[:19]),
+                footer.exit if (footer := self._records.footers.get(rank)) else "cut off",
+            )
+            for rank, header in self.headers.items()
+        ]
+        return html_table(f"Trace {self.path}", ["rank", "events", "created", "exit"], rows)
+
     @property
     def header(self) -> Header:
         """What ran, where, and with which settings; of the first rank that was read."""
@@ -78,7 +89,7 @@ class Trace:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One row a step and rank: what was decided, how it ran, how long it took."""
+        """One row a step: what was decided, how it ran, how long it took."""
         return steps_frame(self._records)
 
     @cached_property

@@ -1,6 +1,6 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
-# make site-test  build the docs as a site, and open it in Chromium (a minute; Debian has it: apt-get install chromium)
+# make site-test  open the built docs, and an export in Perfetto, in Chromium (a minute; Debian has it: apt-get install chromium)
 # make check     lint + test + site-test: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
@@ -62,7 +62,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
 
 site-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py
+	$(BIN)/python -m pytest -q -n 0 -m site tests/test_site.py tests/test_export.py
 
 check: lint test site-test
 

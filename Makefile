@@ -72,7 +72,7 @@ FLOORS := test_at test_analyses test_analysis test_check test_cli_events test_cl
 	test_stop test_tail test_tiny_model test_tokenizer test_validate test_whatif
 floors: constraints-lowest.txt
 	$(PYTHON) -m venv build/floors
-	build/floors/bin/python -m pip install -q $(PIP_ARGS) -c constraints-lowest.txt -e '.[engine,parquet]' pytest pytest-xdist hypothesis hatchling hatch-fancy-pypi-readme
+	build/floors/bin/python -m pip install -q $(PIP_ARGS) -c constraints-lowest.txt -e '.[engine,parquet,otlp]' pytest pytest-xdist hypothesis hatchling hatch-fancy-pypi-readme
 	build/floors/bin/python -m pytest -q $(PYTEST_ARGS) -p no:anyio $(FLOORS:%=tests/%.py)
 
 fuzz-reader: $(VENV)/.dev

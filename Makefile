@@ -1,6 +1,6 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
-# make test-built  test what is built: the docs' site in Chromium (apt-get install chromium), the wheel in a clean environment
+# make test-built  test what is built: the docs' site and an export to Perfetto in Chromium (apt-get install chromium), the wheel in a clean environment
 # make check     lint + test + test-built: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
@@ -63,7 +63,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
 
 test-built: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 0 -m built tests/test_site.py tests/test_package.py
+	$(BIN)/python -m pytest -q -n 0 -m built tests/test_site.py tests/test_package.py tests/test_export.py
 
 check: lint test test-built
 
@@ -73,7 +73,7 @@ FLOORS := test_at test_analyses test_analysis test_check test_cli_events test_cl
 	test_stop test_tail test_tiny_model test_tokenizer test_validate test_whatif
 floors: constraints-lowest.txt
 	$(PYTHON) -m venv build/floors
-	build/floors/bin/python -m pip install -q $(PIP_ARGS) -c constraints-lowest.txt -e '.[engine,parquet]' pytest pytest-xdist hypothesis hatchling hatch-fancy-pypi-readme
+	build/floors/bin/python -m pip install -q $(PIP_ARGS) -c constraints-lowest.txt -e '.[engine,parquet,otlp]' pytest pytest-xdist hypothesis hatchling hatch-fancy-pypi-readme
 	build/floors/bin/python -m pytest -q $(PYTEST_ARGS) -p no:anyio $(FLOORS:%=tests/%.py)
 
 fuzz-reader: $(VENV)/.dev

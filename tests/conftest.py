@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from playwright.sync_api import Browser
 
     from support.oracle import Oracle
 
@@ -74,3 +78,18 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal of 80 columns that can show any letter."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, or the one that CHROMIUM names."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - few tests need it
+
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make test-built")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()

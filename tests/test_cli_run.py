@@ -31,6 +31,7 @@ from nvtrace.envelope import Footer
 from nvtrace.progress import Progress
 from nvtrace.reader import read_trace
 from nvtrace.scenarios import SCENARIOS
+from nvtrace_cli.export import Format
 from nvtrace_cli.run import recording, stopping_between_steps
 from nvtrace_cli.views.answers import escape_lines
 from nvtrace_cli.views.console import THEME, UNICODE
@@ -525,6 +526,36 @@ def test_where_one_may_not_write_is_said_before_a_model_is_loaded(
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == "nvtrace: x.jsonl cannot be written (Permission denied)\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "out"),
+    [
+        ("run example", "trace.jsonl"),
+        ("run example --out x.jsonl.zst", "x.jsonl.zst"),
+        ("run example --out x.jsonl --tp 2", "x.rank1.jsonl"),
+        ("bench --out x.json", "x.json"),
+        ("whatif {trace} --out x.jsonl", "x.jsonl"),
+        *((f"export {{trace}} --to {to} --out x", "x") for to in Format),
+    ],
+)
+def test_a_folder_in_which_nobody_may_write_is_one_sentence(
+    line: str,
+    out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(Recording(BUSY).data)
+    monkeypatch.setattr(ModelConfig, "from_folder", pytest.fail)
+    monkeypatch.chdir("/sys" if sys.platform == "linux" else "/")  # root may not either
+    outcome = call(capsys, *line.format(trace=trace).split())
+    assert (outcome.code, outcome.out) == (74 if line.startswith("export") else 2, "")
+    start, _, reason = outcome.err.partition(" cannot be written (")
+    assert start == f"nvtrace: {out}"
+    assert reason.endswith(")\n")
+    assert "Errno" not in reason
 
 
 @pytest.mark.parametrize("command_", ["run", "bench"])

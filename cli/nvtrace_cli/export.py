@@ -37,7 +37,7 @@ _FOLDER_MODULES = {Format.PARQUET: "parquet_tables", Format.CSV: "csv_tables"}
 
 
 class _OutputError(CommandError):
-    """The output file cannot be written."""
+    """The output file cannot be written, or the receiver does not take what is sent."""
 
     exit_code = OUTPUT_FAILED
 
@@ -59,19 +59,34 @@ def export(
             help="The output file or folder; by default stdout, if it is not a folder.",
         ),
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --to otlp: send the spans to this receiver, such as http://localhost:4318.",
+        ),
+    ] = None,
     lang: LangOption = None,
 ) -> None:
     """Convert a trace to another tool's format: Perfetto, OpenTelemetry, Prometheus, Parquet, CSV.
 
-    Data goes to stdout or PATH, messages to stderr. Exit codes: 0 exported, 2 wrong usage, 3 not a
-    readable trace, 4 a trace newer than this nvtrace, 74 PATH cannot be written.
+    Data goes to stdout, PATH or URL, messages to stderr. Exit codes: 0 exported, 2 wrong usage, 3
+    not a readable trace, 4 a trace newer than this nvtrace, 74 PATH cannot be written, or URL does
+    not take the spans.
     """
+    if endpoint is not None:
+        if to is not Format.OTLP:
+            raise UsageError(f"--endpoint is for --to otlp, not for --to {to}")
+        if out is not None:
+            raise UsageError("--out writes a file and --endpoint sends: give one of them")
     if out is not None and is_stream(out, 1):
         out = None
     module = _FOLDER_MODULES.get(to)
     try:
         with tidy_ends():
-            if module is None:
+            if endpoint is not None:
+                number, unit = _send(file, endpoint), "export_spans"
+            elif module is None:
                 number, unit = _export_lines(file, to.value, out), "export_lines"
             else:
                 number, unit = _export_folder(file, module, to, out), "export_rows"
@@ -80,9 +95,26 @@ def export(
             f"{file} holds a number that is too large for --to {to} ({error}): "
             "`nvtrace validate` and `nvtrace check` say what is wrong with the trace"
         ) from error
-    if out is not None:
+    if out is not None or endpoint is not None:
         catalog = words(lang)
-        say(catalog.ui("export_done", out=out, amount=catalog.ui(unit, number=f"{number:,}")))
+        done = "export_done" if endpoint is None else "export_sent"
+        amount = catalog.ui(unit, number=f"{number:,}")
+        say(catalog.ui(done, out=endpoint or out, amount=amount))
+
+
+def _send(file: str, endpoint: str) -> int:
+    """Send the spans to a receiver. Returns how many there are."""
+    from nvtrace.caveats import saying_whose  # noqa: PLC0415 - nor msgspec
+    from nvtrace.export import ExportError  # noqa: PLC0415 - --help needs no formats
+    from nvtrace.export.otlp_http import SendError, send  # noqa: PLC0415 - the same
+    from nvtrace.reader import read_trace  # noqa: PLC0415 - nor msgspec
+
+    try:
+        return send(saying_whose(read_trace(file, warn=warn), file, warn), endpoint)
+    except ExportError as error:
+        raise UsageError(f"--endpoint: {error}") from error
+    except SendError as error:
+        raise _OutputError(str(error)) from error
 
 
 def _export_lines(file: str, module: str, out: Path | None) -> int:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 _DISTRIBUTION = "nanovllm-nvtrace"  # the packages nanovllm, nvtrace and nvtrace_cli
 _EXTRAS = dict.fromkeys(("torch", "transformers", "safetensors", "tokenizers"), "engine")
 _EXTRAS |= dict.fromkeys(("pandas", "numpy"), "frames") | {"matplotlib": "notebooks"}
+_EXTRAS |= dict.fromkeys(("google", "opentelemetry"), "otlp")
+_NAMES = {"google": "protobuf", "opentelemetry": "opentelemetry-proto"}  # as pip knows them
 
 
 def version_of(package: str) -> str | None:
@@ -28,7 +30,7 @@ def install_advice(module: str | None) -> str | None:
     if package not in _EXTRAS:
         return None
     command = f"pip install '{_DISTRIBUTION}[{_EXTRAS[package]}]'"
-    return f"this needs {package}, which is not installed: {command}"
+    return f"this needs {_NAMES.get(package, package)}, which is not installed: {command}"
 
 
 def with_advice(error: ModuleNotFoundError) -> ModuleNotFoundError:

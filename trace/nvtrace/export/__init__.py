@@ -2,6 +2,7 @@
 
     perfetto.py         a timeline for ui.perfetto.dev      lines of one JSON document
     otlp.py             spans for OpenTelemetry             JSON lines
+    otlp_http.py        the same, sent to a receiver        protobuf over HTTP
     prometheus.py       totals for Prometheus               lines of its text format
     csv_tables.py       one file per kind of event          a folder
     parquet_tables.py   one data set per kind of event      a folder

@@ -1,15 +1,19 @@
-"""OTLP: a span per request, for OpenTelemetry collectors.
+"""OTLP: a request as a span, and its phases as spans inside it, for OpenTelemetry collectors.
 
 Each line is one TracesData object in OTLP's JSON encoding, as its file format wants it
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter): a collector's `otlpjsonfile` receiver
-reads it. Attributes are the GenAI semantic conventions' (`gen_ai.*`), and `nvtrace.*` where these
-have no name. As the conventions ask, no text of prompts or answers is exported. A number beyond an
+reads it. `otlp_http.py` sends the same to a collector.
+
+Attributes are the GenAI semantic conventions' (`gen_ai.*`), and `nvtrace.*` where these have no
+name. As the conventions ask, no text of prompts or answers is exported. A number beyond an
 `intValue`, as every other request's seed is, becomes a `stringValue` of its digits.
 
     request 3   |----------------------------------------------|   a trace of its own
                    admitted    PREEMPT    resumed   first_token     events of the span
+                |queue||prefill||prefill||decode||preempted|...     spans inside it
 
-A request that has not ended gets a span up to the last event, marked as unfinished.
+A prefill has a span for each chunk, from the decision to compute it to the end of its step. A
+request that has not ended gets a span up to the last event, marked as unfinished.
 """
 
 from __future__ import annotations
@@ -57,15 +61,49 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
 
 
 @dataclass(slots=True)
+class _Phase:
+    """A phase of a request. `end_ns` is None while it lasts."""
+
+    name: str
+    start_ns: int
+    facts: dict[str, Any]
+    end_ns: int | None = None
+
+
+@dataclass(slots=True)
 class _Request:
-    """The attributes and events of a span, besides the metrics."""
+    """The attributes, events and phases of a span, besides the metrics.
+
+    Attributes:
+        num_tokens: its length; all of it is to be prefilled.
+        is_prefilled: is its last chunk computed in this step?
+        is_ending: does it end with this step?
+    """
 
     arrival_ns: int
     attributes: dict[str, Any]
-    num_prompt_tokens: int
+    num_tokens: int
     has_token: bool = False
     has_run: bool = False
+    is_prefilled: bool = False
+    is_ending: bool = False
     events: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[_Phase] = field(default_factory=list)
+
+    @property
+    def phase(self) -> _Phase | None:
+        """The phase that lasts; None between two."""
+        return self.phases[-1] if self.phases and self.phases[-1].end_ns is None else None
+
+    def end_phase(self, now: int) -> None:
+        """The phase that lasts ends."""
+        if self.phase is not None:
+            self.phase.end_ns = now
+
+    def begin_phase(self, now: int, name: str, facts: dict[str, Any]) -> None:
+        """A phase begins where the one before it ends."""
+        self.end_phase(now)
+        self.phases.append(_Phase(name, now, facts))
 
 
 class Spans:
@@ -79,6 +117,7 @@ class Spans:
         self._run_id = self._model = ""
         self._anchor_unix_ns = self._now = 0
         self._drawn: list[int] = []
+        self._computing: list[_Request] = []  # the step under way computes a chunk of theirs
         self._error: ev.EngineError | None = None
 
     def take(self, record: Record) -> Iterator[str]:
@@ -125,7 +164,7 @@ class Spans:
 
     def _request_enqueue(self, event: ev.RequestEnqueue) -> None:
         self._error = None
-        self._requests[event.seq_id] = _Request(
+        request = self._requests[event.seq_id] = _Request(
             event.ts_ns,
             {
                 "gen_ai.operation.name": _OPERATION,
@@ -142,12 +181,36 @@ class Spans:
             },
             event.prompt_len,
         )
+        request.begin_phase(event.ts_ns, "queue", {})
 
     def _state_transition(self, event: ev.StateTransition) -> None:
         request = self._requests.get(event.seq_id)
-        if request is not None and event.status == "RUNNING":
-            self._note(request, event.ts_ns, "resumed" if request.has_run else "admitted", {})
-            request.has_run = True
+        if request is None:
+            return
+        match event.status:
+            case "RUNNING":
+                self._note(request, event.ts_ns, "resumed" if request.has_run else "admitted", {})
+                request.has_run = True
+                request.end_phase(event.ts_ns)
+            case "WAITING":
+                request.begin_phase(event.ts_ns, "preempted", {"nvtrace.step": event.step})
+            case "FINISHED":
+                request.is_ending = True
+            case status:
+                request.begin_phase(event.ts_ns, status, {"nvtrace.step": event.step})
+
+    def _schedule(self, event: ev.SchedulePrefill | ev.ScheduleMixed) -> None:
+        for seq_id, num_tokens, num_computed in zip(
+            event.seq_ids, event.num_scheduled_tokens, event.num_computed_tokens, strict=False
+        ):
+            request = self._requests.get(seq_id)
+            if request is None or request.phase is not None:  # it decodes
+                continue
+            request.is_prefilled = num_computed + num_tokens >= request.num_tokens
+            facts = {"step": event.step, "num_tokens": num_tokens, "num_computed": num_computed}
+            named = {f"nvtrace.{name}": value for name, value in facts.items()}
+            request.begin_phase(event.ts_ns, "prefill", named)
+            self._computing.append(request)
 
     def _preempt(self, event: ev.Preempt) -> None:
         facts = {f"nvtrace.{name}": getattr(event, name) for name in event.log_fields}
@@ -157,8 +220,16 @@ class Spans:
 
     def _sample_tokens(self, event: ev.SampleTokens) -> None:
         self._drawn = event.seq_ids
+        for seq_id in event.seq_ids:
+            if seq_id in self._requests:
+                self._requests[seq_id].num_tokens += 1
 
     def _step_end(self, event: ev.StepEnd) -> None:
+        for computed in self._computing:
+            computed.end_phase(event.ts_ns)
+            if computed.is_prefilled and not computed.is_ending:
+                computed.begin_phase(event.ts_ns, "decode", {})
+        self._computing = []
         for seq_id in self._drawn:
             request = self._requests.get(seq_id)
             if request is not None and not request.has_token:
@@ -167,13 +238,15 @@ class Spans:
         self._drawn = []
 
     def _engine_error(self, event: ev.EngineError) -> None:
-        self._error, self._drawn = event, []
+        self._error, self._drawn, self._computing = event, [], []
 
     _handlers: ClassVar[dict[type, Callable[[Spans, Any], None]]] = {
         ev.EngineInit: _engine_init,
         ev.RequestEnqueue: _request_enqueue,
         ev.StateTransition: _state_transition,
         ev.Preempt: _preempt,
+        ev.SchedulePrefill: _schedule,
+        ev.ScheduleMixed: _schedule,
         ev.SampleTokens: _sample_tokens,
         ev.StepEnd: _step_end,
         ev.EngineError: _engine_error,
@@ -195,23 +268,47 @@ class Spans:
     ) -> str:
         if failure is not None:
             attributes = attributes | {"error.type": failure.error_type}
-        digest = hashlib.sha256(json_text([self._run_id, seq_id]).encode()).hexdigest()
+        trace_id, span_id = self._ids(seq_id)
+        end_ns = max(end_ns, request.arrival_ns)
         span = {
-            "traceId": digest[:32],
-            "spanId": digest[32:48],
+            "traceId": trace_id,
+            "spanId": span_id,
             "name": f"{_OPERATION} {self._model}",
             "kind": _INTERNAL,
             "startTimeUnixNano": self._unix(request.arrival_ns),
-            "endTimeUnixNano": self._unix(max(end_ns, request.arrival_ns)),
+            "endTimeUnixNano": self._unix(end_ns),
             "attributes": _key_values(attributes),
             "events": request.events,
             "status": {}
             if failure is None
             else {"code": _STATUS_ERROR, "message": failure.message},
         }
-        scoped = {"scope": self._scope, "spans": [span]}
+        spans = [span]
+        for number, phase in enumerate(request.phases):
+            last = end_ns if phase.end_ns is None else phase.end_ns
+            start, last = (
+                min(max(ts_ns, request.arrival_ns), end_ns) for ts_ns in (phase.start_ns, last)
+            )
+            inner = {
+                "traceId": trace_id,
+                "spanId": self._ids(seq_id, number)[1],
+                "parentSpanId": span_id,
+                "name": phase.name,
+                "kind": _INTERNAL,
+                "startTimeUnixNano": self._unix(start),
+                "endTimeUnixNano": self._unix(max(start, last)),
+                "attributes": _key_values({"nvtrace.seq_id": seq_id, **phase.facts}),
+                "status": {},
+            }
+            spans.append(inner)
+        scoped = {"scope": self._scope, "spans": spans}
         resource = {"attributes": _key_values(self._resource)}
         return json_text({"resourceSpans": [{"resource": resource, "scopeSpans": [scoped]}]})
+
+    def _ids(self, seq_id: int, *phase: int) -> tuple[str, str]:
+        """A trace's id and a span's, the same at every export; both are random numbers to OTLP."""
+        digest = hashlib.sha256(json_text([self._run_id, seq_id, *phase]).encode()).hexdigest()
+        return digest[:32], digest[32:48]
 
     def _unix(self, ts_ns: int) -> str:
         """Nanoseconds since 1970: 64 bits without a sign, which OTLP's JSON writes as text."""

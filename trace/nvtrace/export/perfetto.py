@@ -4,7 +4,7 @@
                           [schedule][prepare][   forward  ][sample][postpr.]
                GPU                            [   decode         ]
                startup    [ENGINE_READY [MODEL_WEIGHTS_LOADED] ...          ]
-               counters   running, waiting, free blocks, batched tokens
+               counters   running requests, waiting requests, free blocks, batched tokens
     requests   request 0  [ request 0                                      ]
                           [waiting][ prefill         ][ decode ][preempted]...
                                    [0..512][512..700]
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     from nvtrace.envelope import Record
 
 _ENGINE, _REQUESTS = 1, 2  # processes
-_STEPS, _GPU, _STARTUP = Track(_ENGINE, 1), Track(_ENGINE, 2), Track(_ENGINE, 3)
+# No thread has the number of a process: Perfetto would take it for the main thread, put it first,
+# and call it so. Thread 0 it takes for that too. A thread's number has 31 bits.
+_STEPS, _GPU, _STARTUP = Track(_ENGINE, 11), Track(_ENGINE, 12), Track(_ENGINE, 13)
+_FIRST_REQUEST = 1000
+_NUM_REQUESTS = 2**31 - _FIRST_REQUEST
 _LONGEST_ARGUMENT = 200
-_NUM_THREADS = 2**31 - 1
 _STARTUP_PARTS = (ev.ModelWeightsLoaded, ev.WarmupModel, ev.CudagraphCapture)
 
 
@@ -259,14 +262,14 @@ class PerfettoTimeline:
             self._step.chunks.append((request.wait_flow, request.is_prefilled))
 
     def _count(self, event: ev.Schedule | ev.StepEnd, num_batched_tokens: int) -> None:
-        numbers = {
-            "running": event.running_len,
-            "waiting": event.waiting_len,
-            "free blocks": event.free_blocks,
-            "batched tokens": num_batched_tokens,
-        }
-        for name, value in numbers.items():
-            self._out.counter(_ENGINE, self._now, name, value)
+        numbers = (
+            ("running", "requests", event.running_len),
+            ("waiting", "requests", event.waiting_len),
+            ("free", "blocks", event.free_blocks),
+            ("batched", "tokens", num_batched_tokens),
+        )
+        for name, what, value in numbers:
+            self._out.counter(_ENGINE, self._now, name, what, value)
 
     def _part(self, event: ev.Event) -> None:
         if self._step is not None:
@@ -392,8 +395,7 @@ class PerfettoTimeline:
 
 
 def _request_track(seq_id: int) -> Track:
-    # Thread 0 has a special meaning in Perfetto, and a thread's number has 31 bits.
-    return Track(_REQUESTS, seq_id % _NUM_THREADS + 1)
+    return Track(_REQUESTS, _FIRST_REQUEST + seq_id % _NUM_REQUESTS)
 
 
 def _argument(value: object) -> object:

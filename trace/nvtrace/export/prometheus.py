@@ -2,8 +2,9 @@
 
 Names are vLLM's with `nvtrace_` instead of `vllm:` (docs.vllm.ai, "Production Metrics"), and
 so are the labels `model_name`, `engine` (the rank) and `finished_reason`: a dashboard made for vLLM
-needs its prefix changed. Gauges are those of the trace's last step. Histograms are of the requests
-that ended, with buckets 1, 2, 5, 10 ... from 100 us to 1000 s, or from 1 to 1,000,000 tokens.
+needs its prefix changed. Gauges are those of the trace's last step, which for a finished run are 0;
+the largest value of the whole run is in `..._peak`. Histograms are of the requests that ended, with
+buckets 1, 2, 5, 10 ... from 100 us to 1000 s, or from 1 to 1,000,000 tokens.
 
 A sample's value is a double: Prometheus rounds numbers above 2^53. The format's version is 0.0.4.
 """
@@ -43,6 +44,33 @@ _COUNTS = {
     "request_prompt_tokens": "num_prompt_tokens",
     "request_generation_tokens": "num_generation_tokens",
 }
+_HELP = {
+    "run_info": "The run: its id and when it began; always 1.",
+    "num_requests_running": "Requests in the running queue at the end of the last step.",
+    "num_requests_waiting": "Requests in the waiting queue at the end of the last step.",
+    "kv_cache_usage_perc": "Share of the KV blocks in use at the end of the last step; 1 is all.",
+    "num_requests_running_peak": "Most requests in the running queue in any step.",
+    "num_requests_waiting_peak": "Most requests in the waiting queue in any step.",
+    "kv_cache_usage_perc_peak": "Largest share of the KV blocks in use in any step; 1 is all.",
+    "prompt_tokens_total": "Prompt tokens of the requests that got a first token.",
+    "generation_tokens_total": "Tokens generated.",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
+    "num_preemptions_total": "Preemptions.",
+    "request_success_total": "Requests that ended, by reason.",
+    "time_to_first_token_seconds": "Time from a request's arrival to its first token.",
+    "request_time_per_output_token_seconds": "Mean time between the tokens of a request.",
+    "request_queue_time_seconds": "Time from a request's arrival to its first admission.",
+    "request_prefill_time_seconds": "Time from a request's first admission to its first token.",
+    "request_decode_time_seconds": "Time from a request's first token to its end.",
+    "request_inference_time_seconds": "Time from a request's first admission to its end.",
+    "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
+    "inter_token_latency_seconds": "Time between two tokens of a request.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Tokens generated for a request.",
+    "request_params_max_tokens": "max_tokens of a request.",
+    "iteration_tokens_total": "Tokens computed in a step.",
+}
 
 
 class Histogram:
@@ -76,6 +104,7 @@ class _Totals:
     def __init__(self) -> None:
         self.header: Header | None = None
         self.last_step: ev.StepEnd | None = None
+        self.peaks = {"num_requests_running_peak": 0, "num_requests_waiting_peak": 0}
         self.model = ""
         self.num_blocks = 0
         self.reasons = Counter(dict.fromkeys(FINISH_REASONS.values(), 0))
@@ -85,6 +114,10 @@ class _Totals:
         self.histograms |= {name: Histogram(_TOKENS) for name in names}
 
     def take(self, record: Record) -> None:
+        if isinstance(record, (*ev.SCHEDULES, ev.StepEnd)):
+            lengths = (record.running_len, record.waiting_len)
+            for name, length in zip(self.peaks, lengths, strict=True):
+                self.peaks[name] = max(self.peaks[name], length)
         match record:
             case Header():
                 self.header = record
@@ -133,27 +166,30 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
     if totals.header is not None:
         run = {"run_id": totals.header.run_id, "created": totals.header.created}
         yield from _metric("run_info", "gauge", [({**labels, **run}, 1)])
-    for name, value in _gauges(totals).items():
+    run_metrics = measure.run()
+    for name, value in _gauges(totals, run_metrics).items():
         yield from _metric(name, "gauge", [(labels, value)])
-    for name, number in _counters(measure.run()).items():
+    for name, number in _counters(run_metrics).items():
         yield from _metric(name, "counter", [(labels, number)])
     reasons = [({**labels, "finished_reason": key}, n) for key, n in totals.reasons.items()]
     yield from _metric("request_success_total", "counter", reasons)
     for name, histogram in totals.histograms.items():
-        yield f"# TYPE nvtrace_{name} histogram"
+        yield from _family(name, "histogram")
         yield from histogram.samples(f"nvtrace_{name}", labels)
 
 
-def _gauges(totals: _Totals) -> dict[str, float]:
+def _gauges(totals: _Totals, run: RunMetrics) -> dict[str, float]:
     step = totals.last_step
     if step is None:
         return {}
     gauges: dict[str, float] = {
         "num_requests_running": step.running_len,
         "num_requests_waiting": step.waiting_len,
+        **totals.peaks,
     }
     if totals.num_blocks:
         gauges["kv_cache_usage_perc"] = 1 - step.free_blocks / totals.num_blocks
+        gauges["kv_cache_usage_perc_peak"] = (run.max_blocks_used or 0) / totals.num_blocks
     return gauges
 
 
@@ -167,8 +203,13 @@ def _counters(run: RunMetrics) -> dict[str, int]:
     }
 
 
-def _metric(name: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]) -> Iterator[str]:
+def _family(name: str, kind: str) -> Iterator[str]:
+    yield f"# HELP nvtrace_{name} {_HELP[name]}"
     yield f"# TYPE nvtrace_{name} {kind}"
+
+
+def _metric(name: str, kind: str, samples: Sequence[tuple[dict[str, str], float]]) -> Iterator[str]:
+    yield from _family(name, kind)
     for labels, value in samples:
         yield _sample(f"nvtrace_{name}", labels, value)
 

@@ -64,10 +64,10 @@ class TraceEvents:
         place = {"ph": "i", "s": "t", **_at(track, ts_ns)}
         self._add(ts_ns, {**place, "name": name, "args": _fitting(args)})
 
-    def counter(self, pid: int, ts_ns: int, name: str, value: int) -> None:
-        """A number of a process, until the next value."""
-        place = _at(Track(pid, 0), ts_ns)
-        self._add(ts_ns, {"ph": "C", **place, "name": name, "args": {"value": value}})
+    def counter(self, pid: int, ts_ns: int, name: str, what: str, value: int) -> None:
+        """A number of a process, until the next value; Perfetto calls it `name` and `what`."""
+        event = {"ph": "C", "pid": pid, "ts": ts_ns / _NS_PER_US, "name": name}
+        self._add(ts_ns, {**event, "args": {what: value}})
 
     def flow(
         self, part: Literal["s", "t", "f"], flow_id: int, track: Track, ts_ns: int, name: str

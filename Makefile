@@ -1,7 +1,8 @@
 # make example   set up a .venv, run two requests through the engine, replay their trace
 # make test      set up what is missing, run the tests
-# make test-built  test what is built: the docs' site and an export to Perfetto in Chromium (apt-get install chromium), the wheel in a clean environment
-# make check     lint + test + test-built: what CI runs
+# make test-slow the slow tests (three minutes): processes of several ranks and how they end, the wheel in a clean environment,
+#                and in Chromium (apt-get install chromium) the built docs and an export to Perfetto
+# make check     lint + test + test-slow: what CI runs
 # make lint      format, rules, types, import contracts
 # make fuzz      10,000 random workloads, each step of each checked (minutes); FUZZ_ARGS="--seed 7"
 # make fuzz-reader  broken traces for every command that reads one; FUZZ_ARGS="--count 5000 --seed 7"
@@ -25,7 +26,7 @@ PYTEST_ARGS ?= -n auto --dist worksteal
 # A CPU-only torch is enough here; PIP_ARGS lets you add an index of your own.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test test-built lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help floors
+.PHONY: example test test-slow lint check fuzz fuzz-reader bench gpu gpu-pair golden exercises reference docs docs-output notebooks tiny-model clean help floors
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -62,10 +63,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy notebooks/*.py
 	$(BIN)/lint-imports --no-logo
 
-test-built: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 0 -m built tests/test_site.py tests/test_package.py tests/test_export.py
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m slow
 
-check: lint test test-built
+check: lint test test-slow
 
 # anyio's own plugin for pytest does not load with this pytest. Left out: the tests that compare outputs with those of today's versions (docs, notebooks, golden, types).
 FLOORS := test_at test_analyses test_analysis test_check test_cli_events test_cli_main test_cli_run test_compressed_traces test_config \

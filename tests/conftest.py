@@ -88,7 +88,7 @@ def browser() -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make test-built")
+        pytest.fail("no Chromium: `apt-get install chromium`, or CHROMIUM=/path make test-slow")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         yield browser

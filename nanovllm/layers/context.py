@@ -34,8 +34,11 @@ class Context:
         cu_seqlens_k    0         5             9      whole contexts: [a0 a1 a2 a3 a4|b0 b1 b2 b3]
         slot_mapping    3 4 | 8 9 10 11                with block_tables [[0, 1], [2, 0]]
 
+    A slot is a token's place in the KV cache: block id * block size + offset in the block.
+
     Attributes:
-        phase: a `prefill` has any number of new tokens per sequence, a `decode` has one.
+        phase: in a `prefill` a sequence has any number of new tokens, in a `decode` one. For the
+            layers, a mixed step is a prefill.
         slot_mapping: (num_tokens,) int64, the slot that each new token's K and V are written to.
         cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens. Not used in a decode.
         cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new). Not used

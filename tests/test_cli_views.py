@@ -25,7 +25,7 @@ from nvtrace.summarize import summarize
 from nvtrace.summary import BlockCounts, Share, StepSummary, fold_alike
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.views.console import THEME
-from nvtrace_cli.views.log import log_line
+from nvtrace_cli.views.log import log_line, log_lines
 from nvtrace_cli.views.player import Pacer, frame
 from nvtrace_cli.views.prose import NO_BREAK_SPACE, wrap
 from nvtrace_cli.views.replay import parse_speed
@@ -389,6 +389,46 @@ def test_tuples_and_booleans_are_logged_as_python_writes_them() -> None:
         "TEACHING/PREPARE_DECODE_TENSORS | phase=decode | stats={batch_size=2, "
         "context_lens_shape=(2,), slot_mapping_shape=(2,), block_tables_shape=(2, 1)}"
     )
+    assert log_lines(decode, CHINESE, rank=1)[1] == (  # the article's own line
+        "rank=1 | decode 详单：bs=2 input_ids.shape=(2,) context_lens=[12, 18] "
+        "slot_mapping=[11, 273] block_tables.shape=(2, 1)"
+    )
+    many = msgspec.structs.replace(
+        decode, batch_size=9, context_lens=[*range(9)], slot_mapping=[*range(9)]
+    )
+    assert "context_lens=[0, 1, 2, 3, 4, 5, 6, 7, ...] slot" in log_lines(many, ENGLISH)[1]
+
+
+def test_the_budget_has_the_line_of_the_article() -> None:
+    budget = event(
+        ev.KvBudgetEstimate,
+        "init",
+        rule="gpu_measured",
+        total_bytes=round(95.09 * 2**30),
+        free_bytes=round(93.43 * 2**30),
+        used_bytes=round(1.66 * 2**30),
+        peak_bytes=round(1.60 * 2**30),
+        current_bytes=round(1.16 * 2**30),
+        utilization=0.9,
+        limit_bytes=None,
+        available_bytes=0,
+        num_layers=28,
+        block_size=256,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype_bytes=2,
+        block_bytes=29360128,
+        num_blocks=3052,
+    )
+    assert log_lines(budget, CHINESE)[1] == (
+        "allocate_kv_cache：total_mem=95.09GiB free=93.43GiB used=1.66GiB peak_alloc=1.60GiB "
+        "curr_alloc=1.16GiB gpu_memory_utilization=0.9 -> num_kvcache_blocks=3052 block_size=256 "
+        "kv_cache.shape=(2, 28, 3052, 256, 8, 128)"
+    )
+    on_a_cpu = log_lines(
+        msgspec.structs.replace(budget, peak_bytes=None, current_bytes=None), ENGLISH
+    )
+    assert "used=1.66GiB gpu_memory_utilization" in on_a_cpu[1]
 
 
 def test_a_log_line_is_one_line_whatever_the_data() -> None:

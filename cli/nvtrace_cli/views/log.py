@@ -5,6 +5,11 @@
     temperatures=[0.6, 0.6] -> token_ids=[335, 335] seq_ids=[0, 1]
     step#1 prefill done in 772.24ms num_tokens_stat=30 finished_this_step=[]
 
+Two events have a second line, with the numbers that a reader checks by hand:
+
+    allocate_kv_cache: total_mem=95.09GiB free=93.43GiB ... -> num_kvcache_blocks=3052 ...
+    decode detail: bs=2 input_ids.shape=(2,) context_lens=[12, 18] slot_mapping=[11, 273] ...
+
 Knows the form of a line. Does not know colours, files or which events to show.
 """
 
@@ -21,6 +26,47 @@ if TYPE_CHECKING:
 
 
 _DEEPEST = 16
+_MOST_SEQUENCES = 8  # of a decode, whose numbers are in its second line
+
+
+def log_lines(event: ev.Event | Unknown, catalog: Catalog, rank: int = 0) -> list[str]:
+    """The same line, and the second line of the events that have one."""
+    lines = [_log_line(event, catalog)]
+    match event:
+        case ev.KvBudgetEstimate():
+            lines.append(catalog.ui("log_kv_cache", facts=_budget(event)))
+        case ev.PrepareDecodeTensors():
+            lines.append(catalog.ui("log_decode", facts=_layout(event)))
+    return [f"rank={rank} | {line}" if rank else line for line in lines]
+
+
+def _budget(event: ev.KvBudgetEstimate) -> str:
+    sizes = {
+        "total_mem": event.total_bytes,
+        "free": event.free_bytes,
+        "used": event.used_bytes,
+        "peak_alloc": event.peak_bytes,
+        "curr_alloc": event.current_bytes,
+    }
+    facts = [f"{name}={size / 2**30:.2f}GiB" for name, size in sizes.items() if size is not None]
+    facts.append(f"gpu_memory_utilization={event.utilization:g}")
+    shape = (2, event.num_layers, event.num_blocks, event.block_size, event.num_kv_heads)
+    return (
+        f"{' '.join(facts)} -> num_kvcache_blocks={event.num_blocks} "
+        f"block_size={event.block_size} kv_cache.shape={(*shape, event.head_dim)}"
+    )
+
+
+def _layout(event: ev.PrepareDecodeTensors) -> str:
+    first, rest = slice(_MOST_SEQUENCES), event.batch_size > _MOST_SEQUENCES
+    lens, slots = (
+        _value([*values[first], *(["..."] if rest else [])])
+        for values in (event.context_lens, event.slot_mapping)
+    )
+    return (
+        f"bs={event.batch_size} input_ids.shape=({event.batch_size},) context_lens={lens} "
+        f"slot_mapping={slots} block_tables.shape={_value(event.block_tables_shape)}"
+    )
 
 
 def log_line(event: ev.Event | Unknown, catalog: Catalog, rank: int = 0) -> str:

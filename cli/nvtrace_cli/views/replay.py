@@ -21,7 +21,7 @@ from nvtrace.summary import fold_alike
 from nvtrace_cli.failures import UsageError
 from nvtrace_cli.views.console import is_terminal, make_console
 from nvtrace_cli.views.header import header_panel
-from nvtrace_cli.views.log import log_line
+from nvtrace_cli.views.log import log_lines
 from nvtrace_cli.views.machine import json_line, record_line, step_object
 from nvtrace_cli.views.player import Pacer, play
 from nvtrace_cli.views.prose import Prose
@@ -32,6 +32,8 @@ from nvtrace_cli.views.totals import totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+    from rich.console import Console
 
     from nvtrace.catalog import Catalog
     from nvtrace.query import Selection
@@ -126,12 +128,8 @@ class Replay:
                 pacer.wait_until(getattr(record, "ts_ns", None))
             if as_json:
                 print_line(record_line(record, rank))
-            elif console.is_terminal and not console.no_color:
-                console.print(
-                    coloured_log_line(log_line(record, self.catalog, rank)), soft_wrap=True
-                )
             else:
-                print_line(log_line(record, self.catalog, rank))
+                print_log(log_lines(record, self.catalog, rank), console)
         if not is_any_picked:
             self.warn("these options select no event of the trace")
 
@@ -173,7 +171,16 @@ class Replay:
         return [seq_id for seq_id in run.requests if wanted is None or seq_id in wanted]
 
 
-def coloured_log_line(line: str) -> Text:
+def print_log(lines: list[str], console: Console) -> None:
+    """Print lines of the log, in colours on a terminal."""
+    for line in lines:
+        if console.is_terminal and not console.no_color:
+            console.print(_coloured(line), soft_wrap=True)
+        else:
+            print_line(line)
+
+
+def _coloured(line: str) -> Text:
     """The line with the event's name highlighted."""
     name, separator, _ = line.partition(" | ")
     text = Text(line)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from nvtrace.envelope import Footer, Header
 from nvtrace_cli.views.console import make_console
-from nvtrace_cli.views.log import log_line
+from nvtrace_cli.views.log import log_lines
 from nvtrace_cli.views.machine import record_line
-from nvtrace_cli.views.replay import coloured_log_line, print_line
+from nvtrace_cli.views.replay import print_line, print_log
 
 if TYPE_CHECKING:
     from nvtrace.catalog import Catalog
@@ -44,10 +44,8 @@ class Log:
             pass
         elif self._as_json:
             print_line(record_line(record))
-        elif self._console.is_terminal and not self._console.no_color:
-            self._console.print(coloured_log_line(log_line(record, self._catalog)), soft_wrap=True)
         else:
-            print_line(log_line(record, self._catalog))
+            print_log(log_lines(record, self._catalog), self._console)
 
     def flush(self) -> None:
         """Nothing is new: flush, so that a reader of a pipe gets what was shown."""

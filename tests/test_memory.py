@@ -57,14 +57,21 @@ def tracing_memory() -> Iterator[None]:
 
 
 def growth(engine: LLMEngine, num_requests: int, act: Callable[[], object]) -> list[str]:
-    """What grew by more than a little while `act` served so many requests."""
+    """What grows by more than a little whenever `act` serves so many requests.
+
+    What is made once (a library's table at its first use, say) grows the first time only.
+    """
     with tracing_memory():
         serve(engine, WARM_UP, Random(1))
-        living_objects()
-        objects, num_bytes = living_objects(), allocated_bytes()
-        act()
-        grown_bytes = allocated_bytes() - num_bytes
-        grown_objects = living_objects() - objects
+        return _grown(num_requests, act) and _grown(num_requests, act)
+
+
+def _grown(num_requests: int, act: Callable[[], object]) -> list[str]:
+    living_objects()
+    objects, num_bytes = living_objects(), allocated_bytes()
+    act()
+    grown_bytes = allocated_bytes() - num_bytes
+    grown_objects = living_objects() - objects
     found = [f"{n} x {name}" for name, n in grown_objects.items() if n >= num_requests // 20]
     return found + [f"{grown_bytes} bytes"] * (grown_bytes > MOST_BYTES * num_requests)
 
@@ -81,7 +88,7 @@ def assert_nothing_is_left(engine: LLMEngine, others: Counter[str]) -> None:
 def test_2000_requests_leave_nothing_behind(recorder: Recorder, others: Counter[str]) -> None:
     engine = make_engine(SMALL, recorder)
     assert growth(engine, 2000, lambda: serve(engine, 2000, Random(2))) == []
-    assert engine.num_requests == WARM_UP + 2000
+    assert engine.num_requests in {WARM_UP + 2000, WARM_UP + 4000}
     assert_nothing_is_left(engine, others)
 
 

@@ -18,39 +18,12 @@ from nanovllm.assets import TINY_QWEN3
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Section 2.1 of the article; the model's path is the one that its readers have.
-EXAMPLE_PY = """\
-import os
-from nanovllm import LLM, SamplingParams
-from transformers import AutoTokenizer
-
-path = os.path.expanduser("~/huggingface/Qwen3-0.6B/")
-tokenizer = AutoTokenizer.from_pretrained(path)
-llm = LLM(path, enforce_eager=True, tensor_parallel_size=1)
-
-sampling_params = SamplingParams(temperature=0.6, max_tokens=256)
-prompts = ["introduce yourself", "list all prime numbers within 100"]
-
-# 套用 chat template
-prompts = [
-    tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        tokenize=False, add_generation_prompt=True,
-    )
-    for prompt in prompts
-]
-
-outputs = llm.generate(prompts, sampling_params)
-for prompt, output in zip(prompts, outputs):
-    print(f"Prompt: {prompt!r}")
-    print(f"Completion: {output['text']!r}\\n")
-"""
+EXAMPLE_PY = Path(__file__).parents[1] / "docs" / "example.py"
 
 
 def test_example_py_of_the_article_runs_as_printed(tmp_path: Path) -> None:
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "Qwen3-0.6B").symlink_to(TINY_QWEN3)
-    (tmp_path / "example.py").write_text(EXAMPLE_PY, encoding="utf-8")
     root = Path(nanovllm.__file__).parents[1]
     environment = {
         **os.environ,
@@ -61,7 +34,7 @@ def test_example_py_of_the_article_runs_as_printed(tmp_path: Path) -> None:
     }
 
     done = subprocess.run(
-        [sys.executable, "example.py"],
+        [sys.executable, EXAMPLE_PY, "~/huggingface/Qwen3-0.6B/"],  # as in the article
         cwd=tmp_path,
         env=environment,
         capture_output=True,

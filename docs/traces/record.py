@@ -4,8 +4,9 @@ From the root. None of them is edited by hand, and what they ran on is in their 
 
     cpu              the scenarios below, on the model that ships, each as NAME.jsonl.zst:
                      example, shared-prefix, chunked-prefill, preemption, late-join,
-                     static-vs-continuous; static (the last one by the policy static), mixed
-                     (late-join by the policy mixed), two-ranks (example, shared by two processes)
+                     static-vs-continuous; static (the last one by the policy static), no-batch
+                     (the same, one request at a time), mixed (late-join by the policy mixed),
+                     two-ranks (example, shared by two processes)
     gpu-example      the article's two requests, on the model that ships
     gpu-preemption   the scenario of that name, on the model that ships
     gpu-two-gpus     the article's two requests, shared by two GPUs
@@ -21,8 +22,9 @@ import sys
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nvtrace import record
+from nvtrace import record, scenarios
 from nvtrace.bench.models import SHAPES, write_random_model
+from nvtrace.scenarios import Options, run_scenario
 
 FOLDER = Path("docs/traces")
 MODEL = Path("nanovllm/assets/tiny-qwen3")
@@ -36,12 +38,20 @@ SCENARIOS = {
     "late-join": ("late-join",),
     "static-vs-continuous": ("static-vs-continuous",),
     "static": ("static-vs-continuous", "--policy", "static"),
+    "no-batch": ("static-vs-continuous",),
     "mixed": ("late-join", "--policy", "mixed"),
     "two-ranks": ("example", "--tp", "2"),
     "gpu-example": ("example",),
     "gpu-preemption": ("preemption",),
     "gpu-two-gpus": ("example", "--tp", "2"),
 }
+
+
+def run_one_at_a_time(out: Path) -> None:
+    """The requests of static-vs-continuous without any batch, which the command line cannot ask."""
+    options = Options(model=MODEL, config={"max_num_seqs": 1, "device": "cpu"})
+    with record(out) as observer:
+        run_scenario(scenarios.SCENARIOS["static-vs-continuous"], observer, options)
 
 
 def run(name: str) -> None:
@@ -87,6 +97,8 @@ def main() -> None:
         path_of(name).unlink(missing_ok=True)
         if name == "gpu-benchmark":
             run_benchmark(path_of(name))
+        elif name == "no-batch":
+            run_one_at_a_time(path_of(name))
         else:
             run(name)
         print(path_of(name), path_of(name).stat().st_size)

@@ -116,7 +116,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_a_reader_is_where_the_commands_traces_are(page: Path) -> None:
     """The pages' reader goes to docs/traces once, on the first page, and reads on from there."""
     text = page.read_text("utf-8")
-    place = ROOT if page.name in {"README.md", "CONTRIBUTING.md", "index.md"} else DOCS / "traces"
+    place = (
+        ROOT
+        if page.name in {"README.md", "README.zh.md", "CONTRIBUTING.md", "index.md"}
+        else DOCS / "traces"
+    )
     for command in commands_of(text):
         words = pipeline(command.line)[0]
         if words[0] == "cd":

@@ -106,10 +106,11 @@ class Command:
 
 
 def pages(language: str | None = None) -> list[Path]:
-    """The pages of a language, or those of all, the README and CONTRIBUTING."""
+    """The pages of a language, or those of all, the READMEs and CONTRIBUTING."""
     if language is not None:
         return sorted((DOCS / language).rglob("*.md"))
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages("en"), *pages("zh")]
+    shown_first = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")]
+    return [*shown_first, *pages("en"), *pages("zh")]
 
 
 def language_of(page: Path) -> str:

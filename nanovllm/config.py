@@ -1,4 +1,4 @@
-"""Config: the engine's settings, checked, with every "auto" resolved.
+"""Config: the engine's settings, checked. `resolve` replaces every "auto".
 
 Contains what a user may set, and the rule for each default. The names are vLLM's and nano-vllm's.
 """

@@ -44,7 +44,7 @@ class RequestRefusedError(NanoVLLMError, ValueError):
 
 
 class TokenizerError(NanoVLLMError, ValueError):
-    """A model folder without a tokenizer that transformers can load."""
+    """The model's tokenizer is missing or broken, or cannot do what was asked."""
 
 
 class LogitsError(NanoVLLMError, FloatingPointError):
@@ -59,4 +59,4 @@ class WorkerError(NanoVLLMError, RuntimeError):
 
 
 class ContactLostError(WorkerError):
-    """A collective failed because another rank has ended. That rank has the cause."""
+    """A step that all ranks take together failed: another rank has ended. It has the cause."""

@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 class LLM(LLMEngine):
-    """`LLM(model, observer=None, **config).generate(prompts, sampling_params)`.
+    """`LLM(model, observer=None, **options).generate(prompts, sampling_params)`.
 
     Args:
         model: folder of a Qwen3 checkpoint.
         observer: its methods are called for everything the engine does; None for no observer. If
             one raises an error, the first is printed on stderr, and the run goes on; only an error
-            from `engine_init` stops the start.
+            from `engine_init` or `for_workers` stops the start.
         **options: see `nanovllm.config.Config`.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option, one of the wrong type, or an observer that is no Observer.
         ValueError: an option is out of range, or the checkpoint cannot be run.
+        KVCacheError: the KV cache does not fit into the memory.
         WorkerError: a process for another rank did not start.
     """
 
@@ -74,6 +75,6 @@ class LLM(LLMEngine):
         """End the processes of the other ranks, if the engine has started any.
 
         They also end when this process ends, when the engine is garbage-collected, and after any
-        error in the middle of a step. A second call does nothing.
+        error while a forward pass is computed. A second call does nothing.
         """
         self.ranks.exit()

@@ -1,8 +1,9 @@
 """Observer: the hooks that the engine calls to report what it does.
 
 One method per kind of event. Each does nothing by default, so an engine without an observer pays
-for one empty call. The engine calls a method after its state changed, with names already in scope,
-never branches on the observer and never reads a result. This file knows no traces and no clocks:
+for an empty call per hook. The engine calls a method after the change that it is named for (other
+changes of the same action may follow), with names already in scope, never branches on the observer
+and never reads a result. This file knows no traces and no clocks:
 `nvtrace.recorder.Recorder` overrides every method and records an event of the same name
 (`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
 
@@ -72,7 +73,7 @@ class Observer:
         """The engine begins to start, with these settings (all "auto"s resolved)."""
 
     def tp_runtime_init(self, rank: int, world_size: int, device: str, backend: str | None) -> None:
-        """This process joined the ranks."""
+        """This process is connected to the other ranks, if there are any."""
 
     def model_weights_loaded(self, loaded: LoadedWeights) -> None:
         """The checkpoint's tensors are in the model."""
@@ -97,7 +98,7 @@ class Observer:
     # -- ingress, egress -------------------------------------------------------------------------
 
     def generate_start(self, num_prompts: int) -> None:
-        """`generate` or `stream` was called with this many prompts."""
+        """`generate` began, or the first output of a `stream` was requested."""
 
     def request_enqueue(self, seq: Sequence, waiting_len: int) -> None:
         """A request joined the waiting queue's tail; `waiting_len` requests wait now."""
@@ -112,7 +113,10 @@ class Observer:
         """The tokens of a finished request were decoded to text."""
 
     def generate_finish(self, num_outputs: int) -> None:
-        """`generate` or `stream` has ended, with this many outputs."""
+        """`generate` or `stream` ran to its end, with this many outputs.
+
+        Not called after an exception, or if a stream was closed early.
+        """
 
     def engine_error(self, error: BaseException) -> None:
         """An exception leaves the engine."""
@@ -128,13 +132,17 @@ class Observer:
     def admission_stop(
         self, scheduler: Scheduler, seq: Sequence, reason: str, need: int, have: int
     ) -> None:
-        """`seq`, the head of the waiting queue, must wait: it needs `need`, and there is `have`."""
+        """`seq`, the head of the waiting queue, must wait.
+
+        `reason` says for what: it needs `need` tokens, blocks or places, and there are `have`. For
+        "static_batch", `need` sequences must end first, and `have` is 0.
+        """
 
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:
         """This step computes prompts."""
 
     def schedule_decode(self, batch: Batch, scheduler: Scheduler) -> None:
-        """This step computes one token for each running sequence."""
+        """This step computes one token for each running sequence, as far as the budget goes."""
 
     def schedule_mixed(self, batch: Batch, scheduler: Scheduler) -> None:
         """This step computes one token for running sequences, and prompts as well."""
@@ -144,7 +152,8 @@ class Observer:
     ) -> None:
         """`victim` lost its blocks so that `for_seq` can go on.
 
-        `num_computed_tokens` of its tokens were computed, and must be computed again.
+        `num_computed_tokens` of its tokens were computed, and must be computed again. Its status
+        changes next (`state_transition`).
         """
 
     def state_transition(self, seq: Sequence, previous: SequenceStatus, reason: str) -> None:
@@ -182,12 +191,12 @@ class Observer:
         """The inputs of a decode step are prepared: one token per sequence."""
 
     def run_eager(self, reason: str, num_tokens: int) -> None:
-        """The model ran eagerly, kernel by kernel; `reason` says why not as a CUDA graph."""
+        """The model ran without a CUDA graph, kernel by kernel; `reason` says why."""
 
     def cudagraph_replay(self, batch_size: int, graph_batch_size: int, *, is_ahead: bool) -> None:
         """The decode was launched as one graph of `graph_batch_size` rows.
 
-        `is_ahead`: before the tokens of the previous step were known.
+        `is_ahead`: before the host had ended the previous step.
         """
 
     def gpu_time(self, gpu_ns: int) -> None:

@@ -23,7 +23,7 @@ class SamplingParams:
     Attributes:
         temperature: 0 takes the most likely token (greedy, lowest id on ties); larger is more
             random.
-        max_tokens: the request ends after this many generated tokens, at least 1.
+        max_tokens: the request ends after this many generated tokens (1 or more).
         ignore_eos: go on after an end-of-sequence token (for benchmarks).
         stop_token_ids: the request also ends after any of these, even with `ignore_eos`.
         stop: a string, or several. The request ends when its text contains one of them; the
@@ -31,10 +31,11 @@ class SamplingParams:
         logprobs: return the log-probability of each generated token, and of this many of the most
             likely ones; 0 for the generated token alone, None for none. They are the model's,
             before temperature, top_k and top_p.
-        top_k: sample from the k most likely tokens only; None means all, as -1 and 0 in vLLM.
-        top_p: sample from the fewest tokens whose probabilities add up to this, in (0, 1].
-        seed: the same seed gives the same tokens in any batch; None lets the engine give each
-            request its own seed, as -1 in vLLM.
+        top_k: sample from the k most likely tokens only; None, -1 or 0 means all.
+        top_p: sample from the fewest tokens whose probabilities, after temperature and top_k, add
+            up to at least this, in (0, 1].
+        seed: the same seed gives the same tokens in any batch; None or -1 lets the engine give each
+            request its own seed.
 
     Raises:
         TypeError: a value is not of its type.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import pytest
@@ -15,7 +16,18 @@ from hypothesis import strategies as st
 
 import nvtrace
 from nvtrace import events as ev
-from nvtrace.analysis import kv_use, latency_breakdown, reading, request_spans
+from nvtrace.analysis import (
+    batch_occupancy,
+    graph_padding,
+    kv_use,
+    latency_breakdown,
+    preemption_cost,
+    reading,
+    request_spans,
+    static_waste,
+    step_time_by_class,
+    waiting_by_reason,
+)
 from nvtrace.analysis.columns import FRAMES
 from nvtrace.analysis.frames import FrameError
 from nvtrace.measure import Measure
@@ -27,6 +39,9 @@ from support.every import every
 from support.examples import changed, example_of, example_trace, line_of
 from support.recording import BUSY, BUSY_MIXED, Interruption, Recording
 from support.workload import Workload, workloads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TRACES = ("article.jsonl", "crowded.jsonl", "chunked.jsonl")
 HEADER = example_trace()[0]
@@ -380,6 +395,36 @@ def test_a_join_with_several_ranks_doubles_nothing() -> None:
         assert getattr(both, name).equals(getattr(alone, name))
     runs = both.table("RUN_EAGER")
     assert len(runs.merge(both.steps, on=["rank", "step"])) == len(both.steps) == len(runs) // 2
+
+
+def test_the_docs_join_of_replays_gives_the_first_ranks() -> None:
+    pair = nvtrace.load(RECORDED / "gpu-two-gpus.jsonl.zst")
+    replays = pair.table("CUDAGRAPH_REPLAY")
+    joined = replays.merge(pair.steps, on=["rank", "step"])
+    assert (len(replays), len(joined), {*joined["rank"]}) == (510, 255, {0})
+
+
+@pytest.mark.parametrize(
+    ("analysis", "frames"),
+    [
+        (batch_occupancy, ["steps"]),
+        (static_waste, ["steps"]),
+        (graph_padding, ["steps"]),
+        (step_time_by_class, ["steps"]),
+        (waiting_by_reason, ["ADMISSION_STOP", "steps"]),
+        (request_spans, ["requests", "STATE_TRANSITION"]),
+        (preemption_cost, ["requests", "PREEMPT"]),
+    ],
+)
+def test_an_analysis_of_several_ranks_is_that_of_the_first(
+    analysis: Callable[..., pd.DataFrame], frames: list[str]
+) -> None:
+    results = []
+    for rank in (0, None):
+        trace = nvtrace.load(TWO_RANKS, rank=rank)
+        taken = [trace.table(n) if n.isupper() else getattr(trace, n) for n in frames]
+        results.append(analysis(*taken))
+    pd.testing.assert_frame_equal(*results)
 
 
 @pytest.mark.parametrize("name", ["example", "two-ranks", "gpu-preemption"])

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from nanovllm import SamplingParams
 from nanovllm.engine.prefix_cache_stats import PrefixCacheStats
+from nanovllm.errors import RequestRefusedError
 from nvtrace import events as ev
 from nvtrace.pipeline import Sink
 from nvtrace.reader import read_trace
@@ -122,6 +123,18 @@ def test_a_reset_while_requests_are_there_is_refused(num_steps: int) -> None:
         engine.reset_prefix_cache()
     assert engine.prefix_cache_stats() == stats
     assert engine.scheduler.block_manager.cached_blocks
+
+
+def test_prompts_that_are_all_refused_leave_the_cache_as_it_is() -> None:
+    engine = make_engine(Settings(kvcache_block_size=2))
+    engine.generate([PROMPT], PARAMS)
+    cached = dict(engine.scheduler.block_manager.cached_blocks)
+    assert cached
+    too_long = [1] * engine.config.max_model_len
+    for ask in (engine.generate, lambda prompts: list(engine.stream(prompts))):
+        with pytest.raises(RequestRefusedError):
+            ask([too_long, too_long])
+    assert engine.scheduler.block_manager.cached_blocks == cached
 
 
 def test_a_reset_is_in_the_trace_and_the_fold_follows_it() -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import diagrams
 from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -139,6 +140,9 @@ def main() -> None:
         picture = draw(command, "zh" if name.endswith(".zh") else "en")
         (folder / f"{name}.svg").write_text(picture, "utf-8")
     (folder / "moving.svg").write_text(draw_moving(), "utf-8")
+    for name, figure in diagrams.FIGURES.items():
+        (folder / f"{name}.svg").write_text(figure(zh=False).svg(), "utf-8")
+        (folder / f"{name}.zh.svg").write_text(figure(zh=True).svg(), "utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
+# prefill: many tokens of a prompt at once; decode: one token of a sequence; mixed: both.
 Phase = Literal["prefill", "decode", "mixed"]
 
 
@@ -22,8 +23,8 @@ class Batch:
         token_budget: how many more tokens this step may compute.
         seqs: the sequences, in the order of their tokens in the model's inputs.
         num_scheduled_tokens: for each sequence, how many tokens are computed in this step.
-        num_prefills: how many of them compute their prompt, or a chunk of it; the others compute
-            the one token that was sampled last.
+        num_prefills: how many sequences compute their prompt, or a chunk of it (after a
+            preemption, also what they had generated); the others compute the token sampled last.
         sampled_seqs: those whose last token is computed in this step, so that the next one can be
             sampled. A prompt of which a part is left to compute is not among them.
     """

@@ -91,7 +91,7 @@ class BlockManager:
     # -- admission -------------------------------------------------------------------------------
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """The hashed blocks that hold a prefix of `seq`, in its order. Changes nothing.
+        """The hashed blocks that hold a prefix of `seq`, in its order. Takes none of them.
 
         They never hold the last token: at least one token must be computed, or there would be no
         logits to sample from. If every block is cached, the last one is computed again.
@@ -163,7 +163,7 @@ class BlockManager:
         for index in range(first, stop):
             block_id, chain_hash = seq.block_table[index], self._chain_hash(seq, index)
             if chain_hash in self.cached_blocks:
-                continue  # computed twice, by equal requests in one step: keep the first
+                continue  # computed twice (equal requests, a cached last block): keep the first
             self.cached_blocks[chain_hash] = block_id
             self.block_hashes[block_id] = chain_hash
             block_ids.append(block_id)

@@ -6,11 +6,13 @@
 
 A runner computes batches: with the model (`model_runner.py`), from the tokens of a recorded run
 (`nvtrace.whatif`), or with a fake model in the tests. This module imports no torch. `find_stopped`
-returns the requests that have reached a stop string. vLLM's counterpart is
+(the engine's `OutputProcessor.process`) decodes the new tokens and returns the requests that have
+reached a stop string. vLLM's counterpart is
 `vllm/v1/engine/core.py`.
 
 There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU: it
-launches the next step before this step's tokens are known, so that the GPU need not wait:
+launches the next step before the host has ended this one, if possible before its tokens are known,
+so that the GPU need not wait:
 
     GPU     |    step n    |   step n + 1   |
     host     launches n + 1, waits for n, postprocesses n, schedules n + 1, launches n + 2 ...
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Launched:
-    """A step that was launched. This class: one that was computed before `launch` returned.
+    """A step that was launched.
+
+    This base class is for a step that was computed when `launch` returned; `GraphStep`
+    (gpu/cuda_graphs.py) is for one that still runs.
 
     Args:
         token_ids: one token for each of the batch's `sampled_seqs`.

@@ -11,9 +11,10 @@ step needs besides the weights; the rest is for the cache:
     | used: weights, and | peak - current: | graph |  KV blocks  |          |
     | other programs     | a step's tensors| pool  |             |
 
-On a CPU the memory of a step is not measured, and other programs need memory too: the budget is
-what is free within `gpu_memory_utilization` of the memory, but at most 2 GiB, and the ranks of a
-machine share it. `num_kvcache_blocks=` overrides both rules. A block holds the same tokens on every
+The graph pool is the memory that CUDA graphs keep. On a CPU the memory of a step is not measured,
+and other programs need memory too: the budget is what is free within `gpu_memory_utilization` of
+the memory, but at most 2 GiB, and the ranks of a machine share it. `num_kvcache_blocks=` overrides
+both rules. A block holds the same tokens on every
 rank, for the heads of that rank; so the rank with the fewest blocks sets the number for all.
 """
 
@@ -126,7 +127,7 @@ def allocate_kv_cache(budget: KVBudget, dtype: torch.dtype, device: torch.device
         *(2, budget.num_layers, budget.num_blocks),
         *(budget.block_size, budget.num_kv_heads, budget.head_dim),
     )
-    # A CPU allocates more memory than it has, and fails only when that is written to.
+    # On a CPU more memory can be allocated than there is: it fails when that is written to.
     if budget.num_blocks * budget.block_bytes > budget.total_bytes:
         raise too_many_blocks(budget, device)
     try:

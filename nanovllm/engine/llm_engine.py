@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 
 @accepts_vllm_options("generate", "stream", "add_request")
 class LLMEngine:
-    """Requests and their text around the loop (`core.py`). `LLM` builds one from a model's folder.
+    """Requests and their text around the loop (`core.py`). `LLM` is one, made from a folder.
 
     Threads can share it: a lock lets one in at a time. A call waits for the calls of other threads:
-    for `generate` until it returns, for `stream` until its next output. `exit` does not wait.
+    for `generate` until it returns, for `stream` until its next output. `exit` does not wait, nor
+    does what only reads (`is_finished`, `engine_step`, `prefix_cache_stats`, `get_tokenizer`).
 
     Args:
         config: the settings, resolved.
@@ -118,7 +119,8 @@ class LLMEngine:
             TypeError, ValueError: the prompt or the sampling params are malformed.
             RequestRefusedError: the request could never finish. Nothing was queued.
 
-        Any other exception (Ctrl-C, say) ends every unfinished request, as in `step`.
+        Any other exception while it is queued (Ctrl-C, say) ends every unfinished request, as in
+        `step`.
         """
         with self._lock:
             return self._enqueue(*self.input_processor.one(prompt, sampling_params)[:2])
@@ -127,7 +129,8 @@ class LLMEngine:
         """Run one step. Returns the outputs of the requests that ended in it.
 
         An exception in it (from the model, or Ctrl-C) ends every unfinished request; after that the
-        engine can be used again.
+        engine can be used again. (With tensor parallelism it cannot if the error came from the
+        forward pass: every later step raises WorkerError.)
         """
         with self._lock, self._recovering():
             if self.is_finished():
@@ -200,7 +203,7 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: an argument is malformed; nothing was queued.
             RequestRefusedError: all requests were refused.
-            RuntimeError: requests from `add_request` are unfinished.
+            RuntimeError: requests from `add_request` are unfinished, or a `stream` is open.
         """
         with self._lock:
             self._check_idle()
@@ -233,7 +236,8 @@ class LLMEngine:
             sampling_params: as for `generate`.
 
         Yields:
-            After each step, an output for each request that got new text or has ended.
+            First an output for each refused request; then, after each step, one for each request
+            that got new text or has ended.
 
         Raises:
             As `generate`; and TokenizerError, if the tokenizer cannot decode token by token.
@@ -291,6 +295,8 @@ class LLMEngine:
         """Reset everything after an exception, which may come at any point of a step."""
         try:
             yield
+        except RequestRefusedError:
+            raise  # nothing was queued, nothing has changed
         except BaseException as error:
             if error is not self._handled:  # not handled by an inner _recovering
                 self._handled = error

@@ -2,14 +2,14 @@
 
 vLLM's counterpart is `vllm/v1/worker/gpu/model_runner.py`.
 
-Start-up, in the article's order: join the ranks, load the weights, compute a dummy step to measure
-its memory, compute how many KV blocks fit, allocate them and give each layer its slice, capture
-CUDA graphs. (On a CPU no step is measured and no graph is captured.)
+Start-up, in the article's order (the ranks have been joined in `llm.py`): load the weights, compute
+a dummy step to measure its memory, compute how many KV blocks fit, allocate them and give each
+layer its slice, capture CUDA graphs. (On a CPU no step is measured and no graph is captured.)
 
 A step is computed in one of three ways:
 
-    eager             plain torch, kernel by kernel: on any device; the oracle of the others
-    fused             this project's kernels, on a GPU: prefills and mixed steps
+    eager             kernel by kernel, in plain torch: on any device; the others are tested by it
+    fused             kernel by kernel too, with this project's kernels: on a GPU, without a graph
     graph replay      the fused step, captured: decodes; can be launched ahead (gpu/cuda_graphs.py)
 
 With tensor parallelism every rank has a ModelRunner. Rank 0 prepares the inputs (`launch`) and
@@ -67,7 +67,7 @@ class ModelRunner:
     Raises:
         ModelConfigError: the model does not fit into the memory.
         WeightsError: the checkpoint's tensors are not exactly the model's.
-        KVCacheError: not one KV block fits.
+        KVCacheError: not one KV block fits, or not as many as were requested.
         WorkerError: another rank failed.
     """
 
@@ -155,10 +155,11 @@ class ModelRunner:
         return Launched(token_ids, None if timer is None else timer.elapsed_ns())
 
     def compute_eagerly(self, step: Step) -> tuple[torch.Tensor, GPUTimer | None]:
-        """Compute this rank's part of a step, kernel by kernel.
+        """Compute this rank's part of a step without a graph.
 
         Returns:
-            The logits of the sampled sequences, on rank 0, and the timer of the step, on a GPU.
+            The logits of the sampled sequences (no rows, except on rank 0), and the timer of the
+            step (None on a CPU).
         """
         inputs = step.inputs
         context = self._context(inputs)
@@ -168,8 +169,8 @@ class ModelRunner:
             self.observer.prepare_decode_tensors(inputs)
         input_ids, positions = self._tensor(inputs.input_ids), self._tensor(inputs.positions)
         num_tokens = input_ids.numel()
-        threads = threads_for(num_tokens, self.largest_weight)
-        with self.ranks.computing(step):
+        threads = threads_for(num_tokens, self.largest_weight)  # one, if the products are small
+        with self.ranks.computing(step):  # sends the step to the workers, and watches them
             with forward_context(context), threads, gpu_timer(self.device) as timer:
                 logits = self.forward(input_ids, positions)
             self.ranks.parallel.await_device()

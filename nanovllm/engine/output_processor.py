@@ -35,7 +35,7 @@ class OutputProcessor:
         self.updates: dict[int, tuple[Sequence, Detokenizer]] = {}
 
     def add(self, seq: Sequence) -> None:
-        """A request was queued."""
+        """Decode this request's tokens as they come, if it has stop strings or is streamed."""
         stop = seq.sampling_params.stop or ()
         if stop or self.is_streaming:
             self.detokenizers[seq.seq_id] = Detokenizer(self.tokenizer.token_bytes, stop)

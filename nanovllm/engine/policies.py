@@ -34,7 +34,7 @@ def mixed(scheduler: Scheduler, batch: Batch) -> None:
 
     No running sequence waits for the prompt of another. (If the budget is smaller than the number
     of running sequences, only the oldest get a token; that is so with every policy.)
-    `docs/en/vllm.md` lists what vLLM 0.32.0 does differently: it takes blocks chunk by chunk, say.
+    `docs/en/vllm.md` lists what vLLM 0.32.0 does differently: blocks taken chunk by chunk, for one.
     """
     scheduler.decode(batch)
     scheduler.continue_prefill(batch)

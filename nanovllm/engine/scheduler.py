@@ -7,14 +7,15 @@ when a sequence ends. It needs no tensors and no model. vLLM's counterpart is
     arrivals -> waiting [w0 w1 w2 ...]                 hold no block
                    | admitted, from the head    ^ preempted, to the head
                    v                            |
-                running [r0 r1 ... rN]                 hold blocks for all but the newest token
+                running [r0 r1 ... rN]                 blocks for all tokens, the newest perhaps not
                                          | eos, stop_token, stop_string, max_tokens, max_model_len
                                          v
                                       finished
 
-A policy chooses what goes into a step (`policies.py`). The default, as in the article: a prefill if
-a prompt is computed in part or a request can be admitted, else a decode. New requests come first,
-because each one makes every later decode step bigger. When a decode runs out of blocks, the
+A policy chooses what goes into a step (`policies.py`). The default, as in the article that this
+project follows (docs/en/article.md): a prefill if a prompt is computed in part or a request can be
+admitted, else a decode. New requests come first, because each one joins every later decode step,
+and a larger batch makes better use of the device. When a decode runs out of blocks, the
 youngest running sequence (the tail) is preempted: it gives up its blocks and is computed again
 later.
 """
@@ -135,7 +136,9 @@ class Scheduler:
             batch.add(self.running[-1])
 
     def decode(self, batch: Batch) -> None:
-        """Add one token of each running sequence. Preempt the youngest if blocks run out.
+        """Add one token of each running sequence, oldest first, while the budget lasts.
+
+        Preempt the youngest if blocks run out.
 
         Raises:
             ValueError: the batch is not empty; what is in it might have to be preempted.
@@ -176,7 +179,7 @@ class Scheduler:
             self.block_manager.hash_full_blocks(seq, num_computed_before)
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
-            seq.token_ids.append(token_id)  # its K and V are computed in the next step
+            seq.token_ids.append(token_id)  # its K and V are computed when it is scheduled next
             reason = "stop_string" if seq in stopped else self._finish_reason(seq, token_id)
             if reason is not None:
                 self.running.remove(seq)
@@ -254,7 +257,7 @@ class Scheduler:
         while not self.block_manager.can_append(seq):
             victim = self.running.pop()
             self._preempt(victim, for_seq=seq)
-            if victim is seq:  # it was the youngest itself: no other is left to preempt
+            if victim is seq:  # it is the youngest itself: the older ones keep their blocks
                 return False
         self.block_manager.may_append(seq)
         return True

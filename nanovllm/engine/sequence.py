@@ -42,8 +42,8 @@ class Sequence:
         sampling_params: the sampling options of the request.
         seed: the seed of its random numbers, which also depend on the position.
         num_prompt_tokens: how many of `token_ids` are the prompt.
-        max_num_tokens: it ends at this length; set by the scheduler when it is queued.
-        end_token_ids: it also ends with any of these tokens; set by the scheduler, too.
+        max_num_tokens: it ends at this length: prompt and max_tokens, at most max_model_len.
+        end_token_ids: it also ends with any of these tokens; set when it is queued.
         logprobs: for each generated token, token id -> log-probability; empty if not requested.
         status: WAITING, RUNNING or FINISHED.
         finish_reason: why it ended; None before.
@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Is a part of its prefill still to be computed?"""
+        """While it runs: is a part of its prefill still to be computed?"""
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property

@@ -3,13 +3,13 @@
 torch's attention needs keys and values in one tensor, so first the blocks are gathered:
 
         block table [0, 2], context of 6, block size 4
-        slots        0   1   2   3   8   9           one index_select per layer gathers
-        gathered    [a0  a1  a2  a3  a4  a5]         the context
+        slots        0   1   2   3   8   9           index_select gathers the context,
+        gathered    [a0  a1  a2  a3  a4  a5]         of K and of V
 
 The slots, and the keys that a query may attend to, are the same in every layer: the first layer
 computes them and stores them in `context.plan` for the others.
 
-This is the simple backend, and the oracle of the faster ones in the tests.
+This is the simple backend; the faster ones are tested against it.
 """
 
 from __future__ import annotations

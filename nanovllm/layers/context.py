@@ -28,7 +28,7 @@ class Context:
     """One step, for the layers.
 
     The tokens of all sequences are one after another in flat tensors. Two sequences, the first with
-    3 tokens cached and 2 new, the second with 4 new, block size 4:
+    3 tokens computed before and 2 new, the second with 4 new, block size 4:
 
         cu_seqlens_q    0       2               6      new tokens:     [a3 a4|b0 b1 b2 b3]
         cu_seqlens_k    0         5             9      whole contexts: [a0 a1 a2 a3 a4|b0 b1 b2 b3]
@@ -41,13 +41,13 @@ class Context:
             layers, a mixed step is a prefill.
         slot_mapping: (num_tokens,) int64, the slot that each new token's K and V are written to.
         cu_seqlens_q: (num_seqs + 1,) int32, cumulative numbers of new tokens. Not used in a decode.
-        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (cached and new). Not used
+        cu_seqlens_k: (num_seqs + 1,) int32, cumulative context lengths (old and new). Not used
             in a decode.
         max_seqlen_q: the most new tokens of one sequence.
         max_seqlen_k: the longest context.
         context_lens: (num_seqs,) int32, tokens in the cache after this step has written its own.
         block_tables: (num_seqs, max_num_blocks) int32, each sequence's blocks in order, padded with
-            0. None for a prefill in which no sequence has anything cached.
+            0. None for a prefill in which no sequence has anything in the cache.
         logits_indices: (num_sampled,) int64, the rows of the flat hidden states that go to the
             head. None means all of them.
         plan: what the attention backend computed from these; made in the first attention layer,

@@ -49,7 +49,7 @@ class LMHead(VocabEmbedding):
     """Each token's logit is the product of its row and the hidden state (vLLM: ParallelLMHead).
 
     Attributes:
-        packed: a packed copy of `weight`, which may be the embedding's too; None before `pack`.
+        packed: a packed copy of `weight`, which may be the embedding's too; None if not packed.
     """
 
     packed: PackedWeight | None = None

@@ -39,8 +39,8 @@ class Linear(nn.Module):
     """output = input @ weight.T, without a bias.
 
     Attributes:
-        weight: (out_features, in_features). After `pack` it has a shape but no data.
-        packed: the same matrix, packed into tiles for a CPU; None before `pack`.
+        weight: (out_features, in_features). Once it is packed it has a shape but no data.
+        packed: the same matrix, packed into tiles for a CPU; None if it is not packed.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:

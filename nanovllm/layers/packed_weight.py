@@ -1,7 +1,7 @@
 """PackedWeight: a matrix in the order in which a CPU's matrix product reads it.
 
 A product reads the weight in tiles: as wide as a vector register, as deep as the cache allows. In a
-plain matrix the rows of a tile are far apart in memory, so the library first copies each tile into
+plain matrix the rows of a tile are far apart in memory, so oneDNN first copies each tile into
 one piece, in every call:
 
         plain      a b c d | e f g h          tiles     a b    c d

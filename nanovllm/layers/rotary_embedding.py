@@ -49,8 +49,9 @@ class RotaryEmbedding(nn.Module):
 
     The row of a position does not depend on `num_positions`.
 
-    The table is float32 in a model of any dtype: with the 8 bits of bfloat16, neighbouring
-    positions would often have the same angle. It stays on the device that it was created on.
+    The table is float32 in a model of any dtype: with the 8 significant bits of bfloat16,
+    neighbouring positions would often have the same angle. It stays on the device that it was
+    created on.
 
     Attributes:
         cos_sin_table: (num_positions, head_dim): cosines, then sines, of each frequency.

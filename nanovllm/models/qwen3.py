@@ -9,7 +9,8 @@
                           │       ... num_hidden_layers times
                           └──> norm ──> lm_head ──> logits
 
-The vertical line is the residual stream. Each norm also does the addition before it, so a layer
+The vertical line is the residual stream. Each norm of the picture but the first also does the
+addition before it, so a layer
 returns two tensors: its output, not yet added, and the stream.
 
 Modules have the same names as in the checkpoint: `model.layers.0.self_attn.q_norm.weight`. Where
@@ -73,7 +74,7 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        rows = parallel.split(0, config.intermediate_size)  # the same of both, so no sum is needed
+        rows = parallel.split(0, config.intermediate_size)  # the same rows of gate and up
         self.gate_up_proj = MergedLinear(config.hidden_size, {"gate_proj": rows, "up_proj": rows})
         self.act_fn = SiluAndMul()
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, parallel)
@@ -85,7 +86,7 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Attention, then MLP. A norm comes before each, and its output is added to the residual."""
+    """Attention, then MLP. A norm comes before each; the output of each is added to the stream."""
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, parallel: TensorParallel

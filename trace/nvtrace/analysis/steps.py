@@ -6,7 +6,7 @@ RUN_EAGER, CUDAGRAPH_REPLAY   how it ran      every rank
 STEP_END     how long it took                 rank 0 only
 
 All ranks compute the same batch, so a step is one row: the first rank's. How the others ran it is
-in `table("RUN_EAGER")` and `table("CUDAGRAPH_REPLAY")`.
+in `table("RUN_EAGER")`, `table("CUDAGRAPH_REPLAY")` and `table("PREPARE_...")`.
 """
 
 from __future__ import annotations

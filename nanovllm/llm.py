@@ -41,7 +41,7 @@ class LLM(LLMEngine):
         WorkerError: a process for another rank did not start.
     """
 
-    @keep_global_state()
+    @keep_global_state()  # undoes what libraries do to random generators and os.environ
     def __init__(
         self,
         model: str | Path,

@@ -49,7 +49,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
-    stop: Sequence[str] | None = None
+    stop: str | Sequence[str] | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:

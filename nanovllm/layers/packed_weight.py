@@ -12,8 +12,8 @@ few tokens: the copy costs more than the product. Weights do not change, so they
 tiles once, after loading.
 
 This uses oneDNN, through the operators that torch.compile uses for frozen weights. Where they are
-not available (a torch without oneDNN, another device, a 16-bit type) the plain product is used; it
-is also the oracle in the tests. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
+not available (a torch without oneDNN, another device, a 16-bit type) the plain product is used;
+the tests compare with it. Measured: docs/decisions/0007-pack-weights-on-cpu.md.
 """
 
 from __future__ import annotations

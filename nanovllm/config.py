@@ -1,6 +1,7 @@
 """Config: the engine's settings, checked. `resolve` replaces every "auto".
 
-Contains what a user may set, and the rule for each default. The names are vLLM's and nano-vllm's.
+It has what a user may set, and each default. The rules behind "auto" are in `utils/devices.py` and
+`gpu/attention_choice.py`. The names are vLLM's and nano-vllm's.
 """
 
 from __future__ import annotations

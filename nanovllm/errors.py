@@ -59,4 +59,7 @@ class WorkerError(NanoVLLMError, RuntimeError):
 
 
 class ContactLostError(WorkerError):
-    """A step that all ranks take together failed: another rank has ended. It has the cause."""
+    """A collective failed: another rank has ended, or did not take part in time.
+
+    The cause is that rank's own error.
+    """

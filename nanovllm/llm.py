@@ -1,4 +1,4 @@
-"""LLM: starts an engine for the model in a folder. The same class as in vLLM and nano-vllm.
+"""LLM: starts an engine for the model in a folder. Its interface is vLLM's and nano-vllm's.
 
 The order of the start: settings, model config, tokenizer, ranks, the model and its KV cache. What
 the engine does after that is in `LLMEngine`.

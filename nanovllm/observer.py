@@ -1,17 +1,18 @@
 """Observer: the hooks that the engine calls to report what it does.
 
-One method per kind of event. Each does nothing by default, so an engine without an observer pays
-for an empty call per hook. The engine calls a method after the change that it is named for (other
-changes of the same action may follow), with names already in scope, never branches on the observer
-and never reads a result. This file knows no traces and no clocks:
-`nvtrace.recorder.Recorder` overrides every method and records an event of the same name
-(`schedule_prefill` here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace).
+Most methods are one kind of event. Each does nothing by default, so an engine without an observer
+pays for an empty call per hook. The engine calls a method after the change that it is named for;
+other changes of the same action may follow. The arguments are names already in scope. The engine
+never branches on the observer and never reads a result. This file knows no traces and no clocks:
+`nvtrace.recorder.Recorder` overrides them and records an event of the same name (`schedule_prefill`
+here, `SchedulePrefill` there, `SCHEDULE_PREFILL` in the trace); what `step_start` and `gpu_time`
+report becomes a part of later events.
 
 An observer must not change its arguments, and must copy what it keeps: the engine changes its lists
 later.
 
-With tensor parallelism several processes share a model. Each is a *rank*; rank 0 schedules. Each
-has its own observer. The one exception to "never reads a result" is `for_workers`: an engine that
+With tensor parallelism several processes share a model. Each is a *rank*, and has its own observer;
+rank 0 schedules. The one exception to "never reads a result" is `for_workers`: an engine that
 starts processes for the other ranks needs their observers.
 """
 
@@ -93,7 +94,10 @@ class Observer:
     def engine_ready(
         self, num_kvcache_blocks: int, eos_token_ids: Seq[int], eos_sources: Seq[str]
     ) -> None:
-        """The engine can take requests. `eos_sources` names the files that each id comes from."""
+        """The engine can take requests.
+
+        `eos_sources` says where each id comes from: names of files, or "tokenizer".
+        """
 
     # -- ingress, egress -------------------------------------------------------------------------
 
@@ -119,7 +123,10 @@ class Observer:
         """
 
     def engine_error(self, error: BaseException) -> None:
-        """An exception leaves the engine."""
+        """An exception in a step, or while a request was queued or aborted.
+
+        Every unfinished request is ended next (`engine_reset`).
+        """
 
     def engine_reset(self, seqs: list[Sequence]) -> None:
         """`seqs` were aborted; both queues are empty, all blocks are free and have no hash."""
@@ -134,8 +141,10 @@ class Observer:
     ) -> None:
         """`seq`, the head of the waiting queue, must wait.
 
-        `reason` says for what: it needs `need` tokens, blocks or places, and there are `have`. For
-        "static_batch", `need` sequences must end first, and `have` is 0.
+        It needs `need`, and there are `have`: places to run ("max_num_seqs"), blocks ("no_blocks"),
+        or tokens of this step's budget ("token_budget"; "chunk_not_first" if it is longer than any
+        step's budget and not the first prompt of this one). For "static_batch", `need` sequences
+        must end first, and `have` is 0.
         """
 
     def schedule_prefill(self, batch: Batch, scheduler: Scheduler) -> None:

@@ -34,8 +34,8 @@ class SamplingParams:
         top_k: sample from the k most likely tokens only; None, -1 or 0 means all.
         top_p: sample from the fewest tokens whose probabilities, after temperature and top_k, add
             up to at least this, in (0, 1].
-        seed: the same seed gives the same tokens in any batch; None or -1 lets the engine give each
-            request its own seed.
+        seed: the same seed gives the same random numbers in any batch; None or -1 lets the engine
+            give each request its own seed.
 
     Raises:
         TypeError: a value is not of its type.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
-# prefill: many tokens of a prompt at once; decode: one token of a sequence; mixed: both.
+# prefill: any number of tokens of a prompt; decode: one token of a sequence; mixed: both.
 Phase = Literal["prefill", "decode", "mixed"]
 
 

@@ -144,7 +144,7 @@ class BlockManager:
         return bool(self.free_blocks) or not self.needs_block(seq)
 
     def may_append(self, seq: Sequence) -> None:
-        """Take one more block for `seq`, if its last token needs it."""
+        """Take one more block for `seq`, if its last token needs it. The name is nano-vllm's."""
         if self.needs_block(seq):
             block_ids = self._take_blocks(1)
             seq.block_table.extend(block_ids)
@@ -172,7 +172,7 @@ class BlockManager:
             self.observer.blocks_hash(seq, block_ids, hashes)
 
     def deallocate(self, seq: Sequence) -> list[int]:
-        """Take all blocks from `seq`. Returns those that no other sequence holds: now free."""
+        """Take all blocks from `seq`: nothing of it counts as computed. Returns those now free."""
         released = seq.block_table[::-1]  # the last one first
         freed = []
         for block_id in released:
@@ -203,7 +203,7 @@ class BlockManager:
                 evicted.append(block_id)
                 hashes.append(chain_hash)
         if evicted:
-            self.observer.blocks_evict(evicted, hashes, "page_needed")
+            self.observer.blocks_evict(evicted, hashes, "page_needed")  # a page is a block
         return block_ids
 
     def _chain_hash(self, seq: Sequence, index: int) -> bytes:

@@ -1,18 +1,18 @@
-"""EngineCore: the loop of every engine. Each step: schedule -> run -> postprocess.
+"""EngineCore: one step of an engine: schedule -> run -> postprocess.
+
+`LLMEngine` calls it until no request is left.
 
     scheduler.schedule()      -> Batch      which sequences compute how many tokens in this step
     runner.launch(batch)      -> Launched   the device begins; token_ids() waits for it
     scheduler.postprocess()   -> the sequences that ended
 
 A runner computes batches: with the model (`model_runner.py`), from the tokens of a recorded run
-(`nvtrace.whatif`), or with a fake model in the tests. This module imports no torch. `find_stopped`
-(the engine's `OutputProcessor.process`) decodes the new tokens and returns the requests that have
-reached a stop string. vLLM's counterpart is
-`vllm/v1/engine/core.py`.
+(`nvtrace.whatif`), or with a fake model in the tests. This module imports no torch. vLLM's
+counterpart is `vllm/v1/engine/core.py`.
 
-There are two loops with the same results. `step` is the simple one. `step_ahead` is for a GPU: it
-launches the next step before the host has ended this one, if possible before its tokens are known,
-so that the GPU need not wait:
+There are two ways to run a step, with the same results. `step` is the simple one. `step_ahead` is
+for a GPU: it launches the next step before the host has ended this one, if possible before its
+tokens are known, so that the GPU need not wait:
 
     GPU     |    step n    |   step n + 1   |
     host     launches n + 1, waits for n, postprocesses n, schedules n + 1, launches n + 2 ...
@@ -66,7 +66,10 @@ class Launched:
         raise NotImplementedError
 
     def is_step_of(self, batch: Batch) -> bool:
-        """Does this step, which was launched ahead, compute exactly this batch?"""
+        """Make this step, which was launched ahead, the step of `batch`. False if it cannot be.
+
+        It may have computed more: rows of sequences that have ended since are dropped.
+        """
         raise NotImplementedError
 
 
@@ -90,7 +93,8 @@ class EngineCore:
     Args:
         scheduler: chooses the batch of each step.
         runner: computes it.
-        find_stopped: sampled sequences, their tokens -> those whose text has reached a stop string.
+        find_stopped: decodes the sampled tokens, and returns the sequences whose text has reached a
+            stop string. In an engine, `OutputProcessor.process`.
         observer: called at each stage of a step.
 
     Attributes:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @accepts_vllm_options("generate", "stream", "add_request")
 class LLMEngine:
-    """Requests and their text around the loop (`core.py`). `LLM` is one, made from a folder.
+    """Takes requests and returns their text. `LLM` is an LLMEngine, made from a model's folder.
 
     Threads can share it: a lock lets one in at a time. A call waits for the calls of other threads:
     for `generate` until it returns, for `stream` until its next output. `exit` does not wait, nor
@@ -129,8 +129,8 @@ class LLMEngine:
         """Run one step. Returns the outputs of the requests that ended in it.
 
         An exception in it (from the model, or Ctrl-C) ends every unfinished request; after that the
-        engine can be used again. (With tensor parallelism it cannot if the error came from the
-        forward pass: every later step raises WorkerError.)
+        engine can be used again. (Not with tensor parallelism, if the forward pass
+        raised it: then every later step raises WorkerError.)
         """
         with self._lock, self._recovering():
             if self.is_finished():
@@ -272,7 +272,7 @@ class LLMEngine:
             for place, output in refused.items():
                 yield stream_output(output, "", place)
             while not self.is_finished() or self.output_processor.updates:
-                self.step()  # does nothing if an abort() is the only update
+                self.step()  # nothing, if abort() has ended the last request
                 # All are made before the first is yielded: the caller may call abort() in between.
                 updates = [
                     stream_output(request_output(seq), delta, place_of.get(seq.seq_id))

@@ -67,7 +67,7 @@ class OutputProcessor:
         return detokenizer.text
 
     def reset(self, seqs: list[Sequence]) -> None:
-        """`seqs` were ended by an exception, and no request is left."""
+        """Finish the texts of `seqs`, which an exception has ended, and forget every request."""
         for seq in seqs:
             if seq.seq_id in self.detokenizers:
                 self.finish(seq)

@@ -1,12 +1,12 @@
 """Policies: what goes into a step. Each is a function that fills the batch.
 
-It decides the order in which a step's budget is used, by calling `Scheduler.continue_prefill`,
-`admit` and `decode`, which respect the queues, the blocks and the budgets. To add your own:
-`POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
+A policy decides the order in which a step's budget is used, by calling
+`Scheduler.continue_prefill`, `admit` and `decode`, which respect the queues, the blocks and the
+budgets. To add your own: `POLICIES["mine"] = mine`, then `LLM(..., policy="mine")`.
 
-`decode` must be called first or alone, because it may preempt any running sequence, even one that
-is in the batch already. A prompt that is computed in part must be continued before a request is
-admitted: it must stay the last in the running queue until its prefill is complete.
+`decode` must be called while the batch is empty, because it may preempt any running sequence, even
+one that is in the batch already. A prompt that is computed in part must be continued before a
+request is admitted: it must stay the last in the running queue until its prefill is complete.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ when a sequence ends. It needs no tensors and no model. vLLM's counterpart is
     arrivals -> waiting [w0 w1 w2 ...]                 hold no block
                    | admitted, from the head    ^ preempted, to the head
                    v                            |
-                running [r0 r1 ... rN]                 blocks for all tokens, the newest perhaps not
+                running [r0 r1 ... rN]                 hold blocks for their tokens, except
+                                         |             perhaps for the newest one
                                          | eos, stop_token, stop_string, max_tokens, max_model_len
                                          v
                                       finished
@@ -136,9 +137,9 @@ class Scheduler:
             batch.add(self.running[-1])
 
     def decode(self, batch: Batch) -> None:
-        """Add one token of each running sequence, oldest first, while the budget lasts.
+        """Add one token of each running sequence whose prefill is complete, oldest first.
 
-        Preempt the youngest if blocks run out.
+        As far as the budget goes. Preempt the youngest if blocks run out.
 
         Raises:
             ValueError: the batch is not empty; what is in it might have to be preempted.
@@ -197,9 +198,7 @@ class Scheduler:
             return "stop_token"
         if seq.num_completion_tokens >= params.max_tokens:
             return "max_tokens"
-        if seq.num_tokens >= self.max_model_len:
-            return "max_model_len"
-        return None
+        return "max_model_len"  # all that is left
 
     # -- leaving ---------------------------------------------------------------------------------
 
@@ -227,6 +226,7 @@ class Scheduler:
     # -- inside ----------------------------------------------------------------------------------
 
     def _admit_head(self, batch: Batch, chunk_any: bool) -> bool:
+        """Admit the head of the waiting queue. False if it must wait."""
         seq = self.waiting[0]
         if len(self.running) >= self.max_num_seqs:
             need = len(self.running) + 1
@@ -241,6 +241,7 @@ class Scheduler:
         need = seq.num_tokens - len(prefix) * self.block_manager.block_size
         is_cut_allowed = batch.token_budget > 0 and (chunk_any or batch.num_prefills == 0)
         if need > batch.token_budget and not is_cut_allowed:
+            # Longer than any step's budget: it can only be cut, as the first prompt of a step.
             fits_a_step = chunk_any or need <= self.max_num_batched_tokens
             reason = "token_budget" if fits_a_step else "chunk_not_first"
             self.observer.admission_stop(self, seq, reason, need, batch.token_budget)

@@ -1,10 +1,12 @@
-"""Sequence: one request from arrival to end: its tokens, its KV blocks, what is computed of it.
+"""Sequence: one request, from arrival to end, with its tokens and KV blocks.
 
 vLLM's counterpart is `vllm/v1/request.py`.
 
     WAITING --admitted--> RUNNING --eos, max_tokens ... (FinishReason)--> FINISHED
        ^                     |
        +------preempted------+            (and from anywhere: aborted -> FINISHED)
+
+Admitted: it gets blocks. Preempted: it loses them, so that an older one can go on.
 
 For each of its tokens, attention needs the keys and values (K and V) of every layer. They are kept
 in blocks of the KV cache; a block holds those of `kvcache_block_size` tokens (`block_manager.py`).
@@ -47,9 +49,10 @@ class Sequence:
         logprobs: for each generated token, token id -> log-probability; empty if not requested.
         status: WAITING, RUNNING or FINISHED.
         finish_reason: why it ended; None before.
-        num_computed_tokens: of how many tokens, from the first on, K and V are in the blocks.
+        num_computed_tokens: of how many tokens, from the first on, K and V are in the blocks. 0
+            while it waits, and after it has ended.
         num_cached_tokens: how many of those were found in the prefix cache when it was last
-            admitted; 0 while it waits.
+            admitted; 0 while it waits, and after it has ended.
         num_prefill_tokens: its length when it was last admitted: this many tokens must be
             computed before the next one can be sampled. 0 before its first admission.
         block_table: block ids; token i is in block block_table[i // block_size].

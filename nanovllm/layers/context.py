@@ -1,4 +1,4 @@
-"""Context: what attention and the head need to know about the step that is being computed.
+"""Context: what attention and the LM head need to know about the step that is being computed.
 
 A model's `forward` takes token ids and positions only. Attention needs more: the slots of the new
 keys and values, those of the old ones, and where one sequence ends and the next begins. As
@@ -33,6 +33,8 @@ class Context:
         cu_seqlens_q    0       2               6      new tokens:     [a3 a4|b0 b1 b2 b3]
         cu_seqlens_k    0         5             9      whole contexts: [a0 a1 a2 a3 a4|b0 b1 b2 b3]
         slot_mapping    3 4 | 8 9 10 11                with block_tables [[0, 1], [2, 0]]
+
+    (The second has one block: its last 0 is padding.)
 
     A slot is a token's place in the KV cache: block id * block size + offset in the block.
 

@@ -24,8 +24,8 @@ def sampled_logprobs(
     Args:
         logits: (num_rows, vocab_size) float32.
         token_ids: the sampled token of each row.
-        num_logprobs: for each row, how many of the most likely tokens besides the sampled one; None
-            if the row requests no log-probabilities.
+        num_logprobs: for each row, how many of the most likely tokens, whether or not the sampled
+            one is among them; None if the row requests no log-probabilities.
 
     Returns:
         row -> token id -> log-probability: the sampled token first, then the most likely ones in

@@ -54,7 +54,8 @@ class RotaryEmbedding(nn.Module):
     created on.
 
     Attributes:
-        cos_sin_table: (num_positions, head_dim): cosines, then sines, of each frequency.
+        cos_sin_table: (num_positions, head_dim): cosines, then sines, of each frequency, times
+            the scaling's attention factor.
     """
 
     def __init__(

@@ -2,10 +2,11 @@
 
 A token is sampled by the Gumbel-max trick: add Gumbel noise to every logit and take the largest.
 The noise is **stateless**: the number added for token `i` depends only on the request's seed, the
-position in the sequence and `i`. There is no random generator with a state, so a request gets the
-same tokens in any batch, with any chunks of its prompt, and after a preemption:
+position in the sequence and `i`. There is no random generator with a state, so a token gets the
+same noise in any batch, with any chunks of its prompt, and after a preemption. (The logits may
+differ in their last bits when the batch has another shape.)
 
-        seed, position ──splitmix64──> key, 64 bits      in Python, once a row
+        seed, position ──splitmix64──> key, 64 bits      in Python, once per row
         key, i ──two rounds of a 32-bit hash──> x        in torch, for each token i
         u = (x + 0.5) / 2**32                            uniform in (0, 1)
         noise = -log(-log(u))                            Gumbel

@@ -698,6 +698,19 @@ def test_a_trace_without_steps_has_totals_too(busy: list[Record]) -> None:
 # -- tables ----------------------------------------------------------------------------------------
 
 
+def test_csv_of_another_run_leaves_no_table_of_the_one_before(
+    busy: list[Record], tmp_path: Path
+) -> None:
+    csv_tables.write(((0, record) for record in busy), tmp_path)
+    (tmp_path / "mine.csv").write_text("not a table of a trace")
+    few = [record for record in busy if not isinstance(record, ev.Preempt)]
+    assert len(few) < len(busy)
+    csv_tables.write(((0, record) for record in few), tmp_path)
+    assert not (tmp_path / "PREEMPT.csv").exists()
+    assert (tmp_path / "STEP_END.csv").exists()
+    assert (tmp_path / "mine.csv").read_text() == "not a table of a trace"
+
+
 def test_csv_has_a_file_per_event_and_a_row_each(busy: list[Record], tmp_path: Path) -> None:
     num_rows = csv_tables.write(((0, record) for record in busy), tmp_path)
     assert num_rows == len(busy)

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
-    """Write the tables that have rows: all of them, or none. Files of their names are replaced.
+    """Write the tables that have rows: all of them, or none.
+
+    An older export in the folder is replaced: tables that have no rows now are removed, so that
+    those of two runs never lie side by side.
 
     Args:
         records: what `read_ranks` yields.
@@ -53,6 +56,10 @@ def write(records: Iterable[tuple[int, Record]], folder: Path) -> int:
             cells = [_cell(value) for column, value in columns if column.name != "rank"]
             writers[name].writerow([rank, *cells])
             num_rows += 1
+    for name in TABLES.keys() - writers.keys():
+        older = folder / f"{name}.csv"
+        if older.is_file():
+            older.unlink()
     return num_rows
 
 
